@@ -1,0 +1,38 @@
+# Each target works alone on a fresh clone: it makes .venv and installs what it needs.
+#   make train   the main job: Fashion-MNIST on one device, then on all (options: make train ARGS="--epochs 3")
+#   make test    everything that CI checks: format, rules, types, layers, tests, doctests, the README's code
+#   make check   the same without the tests
+#   make bench   every benchmark (minutes); results go to benchmarks/results/
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+
+.PHONY: train test check bench clean
+
+# The stamp is renewed when what it installs changes.
+$(VENV)/.dev: pyproject.toml requirements-dev.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[plot]"
+	touch $@
+
+$(VENV)/.bench: $(VENV)/.dev requirements-bench.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-bench.txt
+	touch $@
+
+train: $(VENV)/.dev
+	$(BIN)/evener train $(ARGS)
+
+check: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: check
+	$(BIN)/python -m pytest $(ARGS)
+
+bench: $(VENV)/.bench
+	$(BIN)/python benchmarks/peers/main.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis out
