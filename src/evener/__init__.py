@@ -1,0 +1,7 @@
+"""evener: one line, and a plain PyTorch loop trains on every device of the machine."""
+
+from evener.devices import Device, devices
+from evener.errors import EvenerError
+from evener.parallelize import parallelize, release
+
+__all__ = ["Device", "EvenerError", "devices", "parallelize", "release"]

@@ -1,0 +1,231 @@
+"""The arena: the host memory that the processes of a team share.
+
+One anonymous file (``memfd_create``), mapped by every process of the team at whatever address
+it gets; a :class:`Place` says where in it a tensor lies, and means the same in each process::
+
+    ┌──────────────┬────────────────┬─────────┬─────────┬───────────────
+    │ parameters   │ gradients of 1 │ piece 1 │ outputs │ free ...
+    └──────────────┴────────────────┴─────────┴─────────┴───────────────
+    offset 0                                    the file is sparse: what is not touched costs nothing
+
+The file has no name, so nobody else can open it, nothing is left behind whatever ends the
+processes, and the small ``/dev/shm`` of a container is no limit. It is reserved far larger than
+it will be; memory is taken when it is first written, so the arena grows without a new mapping.
+
+A :class:`Region` is a part of it that is taken. Tensors over a region may outlive their
+purpose, for the user may keep them: ``torch.frombuffer`` makes each tensor hold the region's
+``memoryview``, so that object's reference count tells whether one is left, and a closed region
+is used again only when none is. ``frombuffer`` also gives each tensor a storage of its own size: a
+checkpoint of arena tensors holds their values and not the whole arena.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import sys
+from bisect import insort
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from evener.devices import memory_limit_bytes
+from evener.errors import ArenaError
+
+#: Tensors begin at a multiple of a cache line, which is also enough for every vector instruction.
+ALIGN_BYTES = 64
+#: Regions begin at a page, so that no two processes write to one.
+PAGE_BYTES = mmap.PAGESIZE
+
+
+class Place(NamedTuple):
+    """Where in an arena a tensor lies: plain numbers, the same for each process."""
+
+    offset: int  # bytes from the start of the arena
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]  # elements; dense, in any order of dimensions
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that the values take, without padding."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def lay_out(tensors: Iterable[Tensor], start: int = 0) -> tuple[list[Place], int]:
+    """Reckon places for tensors, one behind the other.
+
+    The places keep the order of dimensions in memory (``channels_last`` stays what it is); gaps
+    and overlaps, as of an expanded tensor, are not kept.
+
+    Args:
+        tensors: what is to be placed; only their form is looked at.
+        start: the offset in bytes of the first.
+
+    Returns:
+        One place a tensor, and the offset behind the last.
+    """
+    places = []
+    offset = start
+    for tensor in tensors:
+        if tensor.is_contiguous():
+            stride = tensor.stride()
+        else:
+            stride = torch.empty_like(tensor, device="meta").stride()
+        place = Place(offset, tensor.dtype, tuple(tensor.shape), tuple(stride))
+        places.append(place)
+        offset += -(-place.num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+    return places, offset
+
+
+def moved(places: Sequence[Place], by: int) -> list[Place]:
+    """The same places, ``by`` bytes further on."""
+    return [place._replace(offset=place.offset + by) for place in places]
+
+
+class Region:
+    """A taken part of an arena.
+
+    Attributes:
+        offset: where it starts, bytes from the start of the arena.
+        num_bytes: its size.
+    """
+
+    def __init__(self, mapping: mmap.mmap, offset: int, num_bytes: int) -> None:
+        self.offset = offset
+        self.num_bytes = num_bytes
+        self.closed = False
+        self._memory = memoryview(mapping)[offset : offset + num_bytes]
+        self._idle_count = sys.getrefcount(self._memory)
+
+    def tensor(self, place: Place) -> Tensor:
+        """A tensor over the memory at a place inside this region; it keeps the region taken."""
+        count = math.prod(place.shape)
+        if count == 0:
+            return torch.empty_strided(place.shape, place.stride, dtype=place.dtype)
+        flat = torch.frombuffer(
+            self._memory, dtype=place.dtype, count=count, offset=place.offset - self.offset
+        )
+        return flat.as_strided(place.shape, place.stride)
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a tensor over this region is left in this process."""
+        return sys.getrefcount(self._memory) > self._idle_count
+
+    def close(self) -> None:
+        """Say that the region may be used again, once no tensor over it is left."""
+        self.closed = True
+
+
+class Arena:
+    """The memory that a team shares; regions are taken by the main process only.
+
+    Args:
+        fd: a descriptor of another process's arena, to map it here. Default: a new one.
+
+    Attributes:
+        fd: the descriptor of its file.
+        size_bytes: the most it can become.
+
+    Raises:
+        ArenaError: if the system gives no such file or no room for it among the addresses.
+    """
+
+    def __init__(self, fd: int | None = None) -> None:
+        if fd is None:
+            self.fd, self._mapping = _reserve()
+        else:
+            self.fd = fd
+            self._mapping = mmap.mmap(fd, 0)
+        self.size_bytes = len(self._mapping)
+        self._free: list[tuple[int, int]] = [(0, self.size_bytes)]  # (offset, bytes), sorted
+        self._taken: list[Region] = []
+
+    def take(self, num_bytes: int) -> Region:
+        """Take a region: the first gap that is large enough.
+
+        Args:
+            num_bytes: at least as many bytes; what is in them is left from earlier use.
+
+        Raises:
+            ArenaError: if the arena has no such gap.
+        """
+        self._reclaim()
+        size = max(1, -(-num_bytes // PAGE_BYTES)) * PAGE_BYTES
+        for i, (offset, gap) in enumerate(self._free):
+            if gap >= size:
+                if gap == size:
+                    del self._free[i]
+                else:
+                    self._free[i] = (offset + size, gap - size)
+                region = Region(self._mapping, offset, size)
+                self._taken.append(region)
+                return region
+        raise ArenaError(
+            f"the shared memory of the team has no room for {num_bytes} bytes more: "
+            f"{sum(r.num_bytes for r in self._taken)} of {self.size_bytes} are taken; "
+            "use a smaller batch, or keep fewer outputs alive"
+        )
+
+    def region(self, offset: int, num_bytes: int) -> Region:
+        """A region that the main process took, seen from a helper."""
+        return Region(self._mapping, offset, num_bytes)
+
+    @property
+    def whole(self) -> Region:
+        """All of it, for tensors that are read or written and then forgotten."""
+        return Region(self._mapping, 0, self.size_bytes)
+
+    def close(self) -> None:
+        """Close the descriptor. The memory goes when the last tensor over it does."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def _reclaim(self) -> None:
+        kept = []
+        for region in self._taken:
+            if region.closed and not region.in_use:
+                insort(self._free, (region.offset, region.num_bytes))
+            else:
+                kept.append(region)
+        if len(kept) == len(self._taken):
+            return
+        self._taken = kept
+        merged: list[tuple[int, int]] = []
+        for offset, gap in self._free:
+            if merged and sum(merged[-1]) == offset:
+                merged[-1] = (merged[-1][0], merged[-1][1] + gap)
+            else:
+                merged.append((offset, gap))
+        self._free = merged
+
+
+def _reserve() -> tuple[int, mmap.mmap]:
+    """Make the file as large as the system lets us, up to four times the main memory."""
+    try:
+        fd = os.memfd_create("evener", os.MFD_CLOEXEC)
+    except (AttributeError, OSError) as error:
+        raise ArenaError(
+            f"the system gives no shared memory (memfd_create: {error}); helpers need Linux"
+        ) from error
+    size = 4 * max(memory_limit_bytes(Path("/")), 1 << 28) // PAGE_BYTES * PAGE_BYTES
+    smallest = 1 << 26
+    while True:
+        try:
+            os.ftruncate(fd, size)
+            return fd, mmap.mmap(fd, size)
+        except (OSError, ValueError, OverflowError) as error:
+            # A limit on addresses (ulimit -v) or on file sizes (ulimit -f): take what there is.
+            size = size // 2 // PAGE_BYTES * PAGE_BYTES
+            if size < smallest:
+                os.close(fd)
+                raise ArenaError(
+                    f"the system gives this process no {2 * size} bytes of shared memory "
+                    f"({error}); see `ulimit -v` and `ulimit -f`"
+                ) from error

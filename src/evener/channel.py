@@ -1,0 +1,127 @@
+"""A channel: messages between the main process and one helper.
+
+A pair of connected sockets that only these two processes hold: no port, no name, nothing for
+others to open. A message is a pickle behind its length in bytes. Waiting costs little because it begins
+with looking again and again (microseconds) before it sleeps (a wake-up takes up to 0.3 ms)::
+
+    wait ─► look, yield the core, look ... for spin_s ─► sleep until a message, a death, or timeout_s
+
+The other process's death is noticed by its process descriptor, not by the end of the stream
+alone: a process that the user forked may hold a copy of our sockets.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import socket
+import struct
+import time
+from typing import Any
+
+_LENGTH = struct.Struct("<Q")
+#: The most that is read at once.
+_CHUNK_BYTES = 1 << 20
+
+
+class ChannelClosedError(Exception):
+    """The other process has ended."""
+
+
+class Channel:
+    """One end of a channel.
+
+    Args:
+        sock: the connected socket.
+        other_pidfd: a process descriptor of the other process, or -1 where the system has none;
+            it is closed with the channel.
+        spin_s: how long a wait looks before it sleeps, in seconds; 0 where this process shares
+            its core with another device.
+
+    Attributes:
+        broken: whether a send was interrupted, so that nothing more can be sent.
+    """
+
+    def __init__(self, sock: socket.socket, other_pidfd: int, spin_s: float) -> None:
+        self._socket = sock
+        self._pidfd = other_pidfd
+        self._spin_s = spin_s
+        self._received = bytearray()
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+        if other_pidfd >= 0:
+            self._poll.register(other_pidfd, select.POLLIN)
+        self.broken = False
+
+    def send(self, message: Any, timeout_s: float) -> None:
+        """Send a message.
+
+        Raises:
+            ChannelClosedError: if the other process has ended.
+            TimeoutError: if it does not take the message within ``timeout_s``.
+        """
+        data = pickle.dumps(message, protocol=5)
+        self.broken = True  # if what follows is interrupted, the rest of the message is missing
+        try:
+            self._socket.settimeout(timeout_s)
+            self._socket.sendall(_LENGTH.pack(len(data)) + data)
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise ChannelClosedError from error
+        self.broken = False
+
+    def receive(self, timeout_s: float) -> Any:
+        """Wait for a message. May be interrupted and called again: what has come is kept.
+
+        Raises:
+            ChannelClosedError: if the other process has ended.
+            TimeoutError: if no message came within ``timeout_s``.
+        """
+        end = time.monotonic() + timeout_s
+        spin_end = time.monotonic() + self._spin_s
+        while True:
+            message = self._take()
+            if message is not None:
+                return message[0]
+            if self._poll.poll(0):
+                self._read()
+                continue
+            now = time.monotonic()
+            if now < spin_end:
+                os.sched_yield()
+            elif now >= end:
+                raise TimeoutError
+            else:
+                self._poll.poll(1000 * min(end - now, 3600))
+
+    def close(self) -> None:
+        """Close this end."""
+        self._socket.close()
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+    def _take(self) -> tuple[Any] | None:
+        """The first whole message among what was received."""
+        start = _LENGTH.size
+        if len(self._received) < start:
+            return None
+        (length,) = _LENGTH.unpack_from(self._received)
+        if len(self._received) < start + length:
+            return None
+        with memoryview(self._received) as view:
+            message = pickle.loads(view[start : start + length])  # noqa: S301 - our own process
+        del self._received[: start + length]
+        return (message,)
+
+    def _read(self) -> None:
+        """Take what the socket has; only once that is all, believe that the other has ended."""
+        try:
+            data = self._socket.recv(_CHUNK_BYTES, socket.MSG_DONTWAIT)
+        except BlockingIOError:  # the process descriptor, not the socket
+            raise ChannelClosedError from None
+        except ConnectionResetError as error:
+            raise ChannelClosedError from error
+        if not data:
+            raise ChannelClosedError
+        self._received += data

@@ -1,0 +1,190 @@
+"""The data way: each device a share of the batch.
+
+One autograd function joins the main process's graph with those of the devices. Its inputs are the
+module's differentiable inputs and its parameters, so everything around it is ordinary autograd::
+
+    x ──────────┐   forward: cut x by the shares          ┌──► out ── the user's loss
+                ├── each device runs its piece ── join ───┤                │
+    parameters ─┘                                         └────────────────┘ backward
+          ▲         cut the gradient of out by the same shares
+          │         each device runs its piece's backward
+          └──────── add up the gradients, once for each parameter
+
+On the first device the user's own module object runs, in the user's own process. Its part of the
+backward is a ``torch.autograd.grad`` inside the function's backward: it touches no ``.grad`` and
+runs no hook of a parameter, for these belong to the full gradient that the function returns.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from evener.batches import Batch
+from evener.call import Call, Run
+from evener.devices import Device
+from evener.errors import EvenerError
+from evener.piece import Settings, seed_of_piece, seeded
+from evener.shares import share_out
+from evener.team import Team
+
+
+class DataWay:
+    """Runs the calls of one module on several devices, each a share of the batch.
+
+    Args:
+        devices: two devices or more, all of them CPU devices; the first is the main process's.
+        weights: what the shares are in proportion to, one number a device.
+        timeout_s: how long one answer of a helper may take.
+    """
+
+    def __init__(
+        self, devices: Sequence[Device], weights: Sequence[float], timeout_s: float
+    ) -> None:
+        self._devices = list(devices)
+        self._weights = tuple(weights)
+        self._timeout_s = timeout_s
+        self._main_pid = os.getpid()
+        self._lock = threading.RLock()
+        self._run: Run | None = None
+        self._num_threads: int | None = None  # the user's, while a team runs
+        self._inside: int | None = None  # the thread in which the first device's piece runs
+        self._seed = (0, 0)  # the torch seed, and the number of calls since it was set
+
+    def call(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Call the module on all devices.
+
+        Args:
+            module: the user's module.
+            forward: its own forward, bound.
+            args: what the user gave.
+            kwargs: what the user gave.
+
+        Returns:
+            What the module returns on one device.
+        """
+        if (
+            self._inside == threading.get_ident()  # the module calls itself
+            or os.getpid() != self._main_pid  # a process that the user forked
+            or any(is_lazy(parameter) for parameter in module.parameters())
+        ):
+            return forward(*args, **kwargs)
+        batch = Batch(args, kwargs)
+        if batch.size is None:  # nothing to cut
+            return forward(*args, **kwargs)
+        with self._lock:
+            seeds = self._next_seeds()
+            shares = share_out(batch.size, self._weights)
+            if sum(shares[1:]) == 0:
+                with seeded(seeds[0]):
+                    return forward(*args, **kwargs)
+            run = self._ready(module)
+            run.team.settle()
+            call = Call(run, module, self._marked(forward), batch, shares, seeds)
+            settings = Settings.current()
+            grad = settings.grad and not settings.inference
+            settings = settings._replace(grad=grad and bool(call.inputs or call.trainable))
+            if settings.grad:
+                tensors = _Joined.apply(self, call, settings, *call.inputs, *call.trainable)
+            else:
+                tensors = call.forward(settings)
+            return call.outputs(tensors)
+
+    def backward(
+        self, call: Call, gradients: Sequence[Tensor | None], *, keep_graph: bool
+    ) -> list[Tensor | None]:
+        """Run the backward of a call; see :meth:`Call.backward`."""
+        with self._lock:
+            if self._run is not None:
+                self._run.team.settle()
+            return call.backward(gradients, keep_graph=keep_graph)
+
+    def stop(self) -> None:
+        """End the helpers, and give the parameters memory of their own again."""
+        if os.getpid() != self._main_pid:  # in a process that the user forked
+            return
+        with self._lock:
+            if self._run is not None:
+                self._run.team.stop()
+                self._run.mirror.dissolve()
+                self._run = None
+            if self._num_threads is not None:
+                torch.set_num_threads(self._num_threads)
+                self._num_threads = None
+
+    def _ready(self, module: nn.Module) -> Run:
+        """The running team; a new one at the first call, and after a helper's death."""
+        if self._run is not None and not self._run.team.is_running:
+            self._run.mirror.dissolve()
+            self._run = None
+        if self._run is None:
+            team = Team(self._devices, self._timeout_s)
+            try:
+                self._run = Run(module, team)
+            except BaseException:
+                team.stop()
+                raise
+        # One thread for each core of the first device; the other cores belong to the helpers.
+        num_threads = len(self._devices[0].cores)
+        if torch.get_num_threads() != num_threads:
+            if self._num_threads is None:
+                self._num_threads = torch.get_num_threads()
+            torch.set_num_threads(num_threads)
+        return self._run
+
+    def _marked(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The module's forward, with a mark for the time in which it runs."""
+
+        def own_forward(*args: Any, **kwargs: Any) -> Any:
+            self._inside = threading.get_ident()
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self._inside = None
+
+        return own_forward
+
+    def _next_seeds(self) -> list[int]:
+        """A seed for each device's piece of the next call."""
+        seed, num_calls = self._seed
+        if seed != torch.initial_seed():
+            seed, num_calls = torch.initial_seed(), 0
+        self._seed = (seed, num_calls + 1)
+        return [seed_of_piece(seed, num_calls, device) for device in range(len(self._devices))]
+
+
+class _Joined(torch.autograd.Function):
+    """Joins the main process's graph with those of the devices."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, way: DataWay, call: Call, settings: Settings, *_inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.way, ctx.call = way, call
+        ctx.set_materialize_grads(False)
+        tensors = call.forward(settings)
+        pairs = zip(tensors, call.differentiable, strict=True)
+        ctx.mark_non_differentiable(*(tensor for tensor, flows in pairs if not flows))
+        return tuple(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise EvenerError(
+                "create_graph=True through a parallel module is not possible: its devices' graphs "
+                "are in several processes; evener.release(module) for second derivatives"
+            )
+        keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()  # noqa: SLF001
+        return (None, None, None, *ctx.way.backward(ctx.call, gradients, keep_graph=keep_graph))

@@ -1,0 +1,372 @@
+"""Devices: the places of this machine that compute.
+
+An accelerator is a device as the machine has it. The CPU is cut into devices by us: equal groups
+of the *physical* cores that this process may use (its affinity mask, and its cgroup's quota), in
+the order of the machine's topology, so that the cores of a group share what they can::
+
+    up to 8 cores      one core each                      cpu:0  cpu:1
+    more               one device for each shared cache,  cpu:0 = cores 0-7, cpu:1 = cores 8-15 ...
+                       or NUMA node, where that gives 2 to 8 equal groups; else 8 equal groups
+
+This file describes and decides nothing: which devices share a job is up to whoever asks.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+
+from evener.errors import DeviceError
+
+#: More CPU devices than this cost more to keep in step than they bring.
+MAX_CPU_DEVICES = 8
+
+
+@dataclass(frozen=True)
+class Device:
+    """A place that computes.
+
+    Attributes:
+        kind: ``"cpu"``, or the type of an accelerator such as ``"cuda"``.
+        index: its number among those of its kind, from zero.
+        cores: the CPU cores it computes on, as the numbers that the system gives them, one for
+            each physical core; empty for an accelerator.
+        memory_bytes: an accelerator's memory; a CPU device's equal part of the main memory.
+        name: what the maker calls it, such as ``"AMD EPYC 7763"``.
+    """
+
+    kind: str
+    index: int
+    cores: tuple[int, ...]
+    memory_bytes: int
+    name: str
+
+    @property
+    def label(self) -> str:
+        """How specs, tables and messages call it: ``"cpu:1"``."""
+        return f"{self.kind}:{self.index}"
+
+    def __str__(self) -> str:
+        if not self.cores:
+            return f"{self.label} ({self.name})"
+        noun = "core" if len(self.cores) == 1 else "cores"
+        return f"{self.label} ({noun} {_ranges(self.cores)}, {self.name})"
+
+
+DeviceSpec: TypeAlias = "str | int | torch.device | Device"
+DevicesSpec: TypeAlias = "DeviceSpec | Sequence[DeviceSpec]"
+
+
+def devices(spec: DevicesSpec = "auto") -> list[Device]:
+    """Say which devices a spec means on this machine.
+
+    Args:
+        spec: one of the words below, several of them joined by commas, or a list of them and of
+            ``Device``, ``torch.device`` or int. Default ``"auto"``.
+
+            ===============  ==================================================================
+            ``"auto"``       all accelerators; where there is none, the same as ``"cpu"``
+            ``"all"``        all accelerators, then the CPU devices
+            ``"cpu"``        all CPU devices (see the head of this file)
+            ``"cpu:1"``      the second of them
+            ``"cpu*4"``      the CPU cores in four equal groups; more groups than cores is allowed
+                             (to try things out: groups then share a core)
+            ``"cuda"``       all accelerators of that kind; ``"cuda:0"`` one of them
+            an int           the device of that number in ``"auto"``
+            ===============  ==================================================================
+
+    Returns:
+        The devices in the order of the spec, each once.
+
+    Raises:
+        DeviceError: if a word is not understood, names a device that is not there, or names one
+            twice, or if the list is empty. The message lists what there is.
+
+    Example:
+        >>> [device.label for device in devices("cpu*2")]
+        ['cpu:0', 'cpu:1']
+    """
+    items: list[DeviceSpec]
+    if isinstance(spec, (str, int, torch.device, Device)):
+        items = [spec]
+    elif isinstance(spec, Iterable):
+        items = list(spec)
+    else:
+        raise DeviceError(f"devices={spec!r}: expected a word or a list; {_what_there_is()}")
+    words: list[DeviceSpec] = []
+    for item in items:
+        words.extend(item.split(",") if isinstance(item, str) else [item])
+    found = [device for word in words for device in _resolve(word)]
+    if not found:
+        raise DeviceError(f"devices={spec!r} names no device; {_what_there_is()}")
+    seen: set[str] = set()
+    for device in found:
+        if device.label in seen:
+            raise DeviceError(
+                f"devices={spec!r} names {device.label} twice; name each device once, or cut the "
+                f'CPU finer with "cpu*{2 * len(found)}"; {_what_there_is()}'
+            )
+        seen.add(device.label)
+    return found
+
+
+# ------------------------------------------------------------------ reading a spec
+
+
+def _resolve(word: DeviceSpec) -> list[Device]:  # noqa: PLR0911 - one return for each kind of word
+    if isinstance(word, Device):
+        return [_checked(word)]
+    if isinstance(word, torch.device):
+        word = str(word)
+    if isinstance(word, int) and not isinstance(word, bool):
+        there = _accelerators() or _cpu_devices()
+        if 0 <= word < len(there):
+            return [there[word]]
+        raise DeviceError(f"there is no device number {word}; {_what_there_is()}")
+    if not isinstance(word, str):
+        raise DeviceError(
+            f"{word!r} is a {type(word).__name__}, not a device; expected a str, int, "
+            f"torch.device or Device; {_what_there_is()}"
+        )
+    word = word.strip().lower()
+    if word == "auto":
+        return _accelerators() or _cpu_devices()
+    if word == "all":
+        return [*_accelerators(), *_cpu_devices()]
+    match = re.fullmatch(r"([a-z_]+)(?:(?P<mark>[:*])(?P<number>\d+))?", word)
+    if match is None:
+        raise DeviceError(f"device {word!r} is not understood; {_what_there_is()}")
+    kind, mark, number = match[1], match["mark"], int(match["number"] or 0)
+    if mark == "*":
+        if kind != "cpu" or number == 0:
+            raise DeviceError(
+                f"device {word!r}: only the CPU can be cut, into one group or more, "
+                f'such as "cpu*2"; {_what_there_is()}'
+            )
+        return _cpu_devices(number)
+    there = [device for device in [*_accelerators(), *_cpu_devices()] if device.kind == kind]
+    if mark == ":":
+        there = [device for device in there if device.index == number]
+    if not there:
+        raise DeviceError(f"there is no device {word!r}; {_what_there_is()}")
+    return there
+
+
+def _checked(device: Device) -> Device:
+    """Check a record that the user may have made by hand."""
+    if device.kind != "cpu":
+        return _resolve(device.label)[0]
+    allowed = os.sched_getaffinity(0)
+    if not device.cores or not allowed.issuperset(device.cores):
+        raise DeviceError(
+            f"{device!r}: expected cores among {_ranges(sorted(allowed))}, which this process "
+            f"may use; {_what_there_is()}"
+        )
+    return device
+
+
+def _what_there_is() -> str:
+    there = ", ".join(device.label for device in [*_accelerators(), *_cpu_devices()])
+    return f'this machine has {there} (words: "auto", "all", "cpu", "cpu*2", "cpu:0,cpu:1")'
+
+
+# ------------------------------------------------------------------ what the machine has
+
+
+def _accelerators() -> list[Device]:
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or not torch.accelerator.is_available():
+        return []
+    kind = accelerator.type
+    api = getattr(torch, kind)
+    found = []
+    for index in range(torch.accelerator.device_count()):
+        name, memory_bytes = kind, 0
+        if hasattr(api, "get_device_properties"):
+            properties = api.get_device_properties(index)
+            name, memory_bytes = properties.name, properties.total_memory
+        found.append(Device(kind, index, (), memory_bytes, name))
+    return found
+
+
+def _cpu_devices(num_groups: int | None = None) -> list[Device]:
+    root = Path("/")
+    cores = usable_cores(read_cores(root, os.sched_getaffinity(0)), cpu_quota(root))
+    groups = group_cores(cores, num_groups)
+    memory_bytes = memory_limit_bytes(root) // len(groups)
+    name = cpu_name(root)
+    return [Device("cpu", i, group, memory_bytes, name) for i, group in enumerate(groups)]
+
+
+@dataclass(frozen=True, order=True)
+class Core:
+    """A physical core that this process may use, ordered as the machine is built."""
+
+    node: int  # NUMA node
+    cache: int  # the lowest CPU number that shares the last-level cache with it
+    cpu: int  # the first of its hardware threads that this process may use
+
+
+def read_cores(root: Path, allowed: Iterable[int]) -> list[Core]:
+    """Read the physical cores of a machine from ``root/sys``, in the order of its topology.
+
+    Args:
+        root: the folder that holds ``sys``; ``/`` but for tests.
+        allowed: the CPU numbers that the process may use.
+
+    Returns:
+        One entry for each physical core. What the system does not tell counts as one core a CPU,
+        one cache and one node, so that the answer is never empty.
+    """
+    base = root / "sys/devices/system"
+    nodes = {}
+    for folder in (base / "node").glob("node[0-9]*"):
+        for cpu in _parse_ranges(_read(folder / "cpulist")):
+            nodes[cpu] = int(folder.name.removeprefix("node"))
+    found: dict[tuple[int, ...], Core] = {}
+    for cpu in sorted(allowed):
+        folder = base / f"cpu/cpu{cpu}"
+        siblings = _parse_ranges(_read(folder / "topology/thread_siblings_list")) or [cpu]
+        levels = {
+            int(_read(index / "level") or 0): _parse_ranges(_read(index / "shared_cpu_list"))
+            for index in (folder / "cache").glob("index[0-9]*")
+        }
+        # A level below the third belongs to one core: it groups nothing.
+        last = max(levels, default=0)
+        cache = min(levels[last], default=0) if last >= 3 else 0  # noqa: PLR2004
+        found.setdefault(tuple(siblings), Core(nodes.get(cpu, 0), cache, cpu))
+    return sorted(found.values())
+
+
+def usable_cores(cores: Sequence[Core], quota: float) -> list[Core]:
+    """Drop cores that a CPU quota does not pay for; a started core is not counted.
+
+    Example:
+        >>> len(usable_cores([Core(0, 0, cpu) for cpu in range(4)], quota=2.5))
+        2
+    """
+    return list(cores)[: max(1, int(min(quota, len(cores))))]
+
+
+def group_cores(cores: Sequence[Core], num_groups: int | None = None) -> list[tuple[int, ...]]:
+    """Cut cores into equal groups.
+
+    Args:
+        cores: physical cores in the order of the topology, one or more.
+        num_groups: how many groups. Default: as at the head of this file. More groups than cores
+            share cores in turn; cores that do not fill a group are left out.
+
+    Returns:
+        One tuple of CPU numbers a group.
+
+    Example:
+        >>> eight = [Core(0, 0 if cpu < 4 else 4, cpu) for cpu in range(8)]
+        >>> group_cores(eight, 2)
+        [(0, 1, 2, 3), (4, 5, 6, 7)]
+        >>> group_cores(eight[:2], 3)
+        [(0,), (1,), (0,)]
+    """
+    cpus = [core.cpu for core in cores]
+    if num_groups is None:
+        if len(cpus) <= MAX_CPU_DEVICES:
+            return [(cpu,) for cpu in cpus]
+        for key in (lambda core: (core.node, core.cache), lambda core: core.node):
+            groups: dict[object, list[int]] = {}
+            for core in cores:
+                groups.setdefault(key(core), []).append(core.cpu)
+            sizes = {len(group) for group in groups.values()}
+            if 2 <= len(groups) <= MAX_CPU_DEVICES and len(sizes) == 1:  # noqa: PLR2004
+                return [tuple(group) for group in groups.values()]
+        num_groups = MAX_CPU_DEVICES
+    if num_groups > len(cpus):
+        return [(cpus[i % len(cpus)],) for i in range(num_groups)]
+    size = len(cpus) // num_groups
+    return [tuple(cpus[i * size : (i + 1) * size]) for i in range(num_groups)]
+
+
+def cpu_quota(root: Path) -> float:
+    """How many cores' time the process's cgroup, or one above it, may use; inf without a limit."""
+    quota = float("inf")
+    for folder in _cgroup_folders(root, "cpu"):
+        # Version 2: "max 100000" or "150000 100000". Version 1: two files, -1 for no limit.
+        words = _read(folder / "cpu.max").split() or [
+            _read(folder / "cpu.cfs_quota_us"),
+            _read(folder / "cpu.cfs_period_us"),
+        ]
+        if len(words) == 2 and all(re.fullmatch(r"\d+", word) for word in words):  # noqa: PLR2004
+            quota = min(quota, int(words[0]) / max(1, int(words[1])))
+    return quota
+
+
+def memory_limit_bytes(root: Path) -> int:
+    """The main memory in bytes, or the process's cgroup limit where that is lower."""
+    match = re.search(r"MemTotal:\s+(\d+) kB", _read(root / "proc/meminfo"))
+    limits = [int(match[1]) * 1024] if match else []
+    for folder in _cgroup_folders(root, "memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            text = _read(folder / name)
+            if text.isdigit():
+                limits.append(int(text))
+    return min(limits, default=0)
+
+
+def cpu_name(root: Path) -> str:
+    """What the maker calls the CPU; ``"CPU"`` where the system does not tell."""
+    match = re.search(r"^model name\s*:\s*(.+)$", _read(root / "proc/cpuinfo"), re.MULTILINE)
+    return re.sub(r"\s+", " ", match[1]).strip() if match else "CPU"
+
+
+def _cgroup_folders(root: Path, controller: str) -> list[Path]:
+    """The folders, innermost first, whose limits on a controller hold for this process."""
+    folders = []
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base = root / "sys/fs/cgroup"
+        elif controller in controllers.split(","):
+            base = root / "sys/fs/cgroup" / controllers
+            if not base.is_dir():
+                base = root / "sys/fs/cgroup" / controller
+        else:
+            continue
+        folder = base / path.lstrip("/")
+        # In a container the path may be the host's and missing here: its parents still count.
+        while True:
+            folders.append(folder)
+            if folder == base or base not in folder.parents:
+                break
+            folder = folder.parent
+    return folders
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _parse_ranges(text: str) -> list[int]:
+    """Read ``"0-2,5"`` as ``[0, 1, 2, 5]``."""
+    numbers: list[int] = []
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        numbers.extend(range(int(first), int(last or first) + 1))
+    return numbers
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Write ``[0, 1, 2, 5]`` as ``"0-2,5"``."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ",".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else str(p[0]) for p in parts)

@@ -1,0 +1,74 @@
+"""The exceptions of evener.
+
+Every one says what was given, what was expected and the way out::
+
+    EvenerError
+     ├── DeviceError (ValueError)      a device spec that names what is not there
+     ├── SharesError (ValueError)      shares that cannot be cut by
+     ├── BatchError (ValueError)       inputs or outputs that cannot be cut or joined
+     ├── ModuleError (ValueError)      a module that cannot be made parallel, or already is
+     ├── ArenaError (MemoryError)      no room for the shared memory of a team
+     └── TeamError (RuntimeError)      a helper could not do its part
+          ├── HelperStartError         it did not start
+          ├── HelperDiedError          it died, or no longer answers
+          └── HelperRaisedError        it raised something that cannot be sent as it is
+
+What the user's own module raises is not in this list: it arrives in the main process with its
+own type, and carries a :class:`RemoteTraceback` as its cause.
+"""
+
+
+class EvenerError(Exception):
+    """The base of all errors that evener itself raises."""
+
+
+class DeviceError(EvenerError, ValueError):
+    """A device spec that is not understood, or names devices that are not there."""
+
+
+class SharesError(EvenerError, ValueError):
+    """Shares that cannot be used: wrong number, negative, or all zero."""
+
+
+class BatchError(EvenerError, ValueError):
+    """Inputs that cannot be cut, or outputs that cannot be joined, along the batch."""
+
+
+class ModuleError(EvenerError, ValueError):
+    """A module that cannot be made parallel, is parallel already, or is not."""
+
+
+class ArenaError(EvenerError, MemoryError):
+    """The shared memory of a team could not be had."""
+
+
+class TeamError(EvenerError, RuntimeError):
+    """The base of what can go wrong with helpers."""
+
+
+class HelperStartError(TeamError):
+    """A helper did not start."""
+
+
+class HelperDiedError(TeamError):
+    """A helper ended, or stopped answering, while it was needed."""
+
+
+class HelperRaisedError(TeamError):
+    """The module raised an exception in a helper that cannot be sent to the main process."""
+
+
+class RemoteTraceback(Exception):  # noqa: N818 - it is where an error happened, not an error
+    """Where in a helper an exception was raised; the ``__cause__`` of that exception.
+
+    The same device as in :mod:`concurrent.futures`: a traceback cannot travel between
+    processes, its text can.
+    """
+
+    def __init__(self, device: str, text: str) -> None:
+        self.device = device
+        self.text = text
+        super().__init__(device, text)
+
+    def __str__(self) -> str:
+        return f'in the helper of {self.device}:\n"""\n{self.text.rstrip()}\n"""'

@@ -1,0 +1,1 @@
+"""Exchange: moving tensors among the devices of a team."""

@@ -1,0 +1,211 @@
+"""What the main process and a helper say to each other.
+
+Tensors do not travel: a message says where in the arena they lie. Each request is answered by one
+reply, a :class:`Failure` if the user's module raised::
+
+    main process                                        helper
+      Load        the module as bytes, where its parameters lie ──►
+                                             ◄── Done   it has its replica
+      Follow      changes in the module, for a device that rests ►
+                                             ◄── Done
+      Forward     piece 7: inputs, seed, settings, changes ──────►  runs the replica's forward
+                                          ◄── Outputs   small ones with values, large ones without
+      Write       where the large ones go ───────────────────────►  writes them
+                                             ◄── Done
+      Backward    piece 7: gradients of the outputs ─────────────►  runs backward
+                                        ◄── Gradients   which parameters got one
+      Reduce      which segment to sum (three devices or more) ──►  sums it
+                                             ◄── Done
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from evener.arena import Place
+from evener.batches import TensorForm
+from evener.piece import Settings
+from evener.watch import Update
+
+
+class Span(NamedTuple):
+    """A region of the arena: its offset and its size, in bytes."""
+
+    offset: int
+    num_bytes: int
+
+
+class Input(NamedTuple):
+    """A tensor among the inputs of a piece."""
+
+    place: Place
+    wanted: bool  # a gradient with respect to it
+
+
+class Output(NamedTuple):
+    """A tensor among the outputs of a piece; a large one comes without values."""
+
+    form: TensorForm
+    values: bytearray | None
+
+
+@dataclass
+class Load:
+    """Make a replica.
+
+    Attributes:
+        module: the module's bytes.
+        layout: the places of its shared tensors from the start of a region; their gradients
+            are laid out in the same way in regions of their own.
+        shared: the region in which they lie.
+        parameters: for each of them whether it is a ``Parameter``.
+        requires_grad: for each of them whether a gradient is wanted.
+        buffers: where the new values of its private buffers will lie.
+        sys_path: where the user's program imports from.
+        folder: the working directory of the user's program; None where it has none any more.
+    """
+
+    module: bytes
+    layout: list[Place]
+    shared: Span
+    parameters: list[bool]
+    requires_grad: list[bool]
+    buffers: list[Place]
+    sys_path: list[str]
+    folder: str | None
+
+
+@dataclass
+class Follow:
+    """Follow what changed in the user's module, without a piece to run."""
+
+    update: Update
+
+
+@dataclass
+class Forward:
+    """Run a piece.
+
+    Attributes:
+        piece: its number.
+        update: what changed in the module since the last message.
+        structure: the bytes of its inputs' structure; None if as for the last piece.
+        leaves: the leaves of its inputs, with each tensor as an ``Input``; bytes where a leaf is
+            of a kind that only cloudpickle can send.
+        span: the region in which the tensors lie.
+        seed: what its random numbers start from.
+        settings: the settings of the user's program.
+        lead: whether this device's buffers become the user's, because the first device rests.
+    """
+
+    piece: int
+    update: Update
+    structure: bytes | None
+    leaves: list[Any] | bytes
+    span: Span
+    seed: int
+    settings: Settings
+    lead: bool
+
+
+@dataclass
+class Write:
+    """Write outputs of a piece to the arena.
+
+    Attributes:
+        piece: its number.
+        places: for each joinable tensor among its outputs where it goes; None if it has travelled.
+    """
+
+    piece: int
+    places: list[Place | None]
+
+
+@dataclass
+class Backward:
+    """Run the backward of a piece.
+
+    Attributes:
+        piece: its number.
+        gradients: for each joinable tensor among its outputs where its gradient lies, or None.
+        target: the region for the gradients of the shared tensors, laid out as they are.
+        inputs: where the gradients of the inputs that want one go.
+        keep_graph: whether another backward may follow.
+    """
+
+    piece: int
+    gradients: list[Place | None]
+    target: Span
+    inputs: list[Place]
+    keep_graph: bool
+
+
+@dataclass
+class Reduce:
+    """Sum one segment of all regions into the first."""
+
+    regions: list[Span]
+    segment: list[Place]
+
+
+@dataclass
+class Done:
+    """A request was carried out."""
+
+
+@dataclass
+class Outputs:
+    """The outputs of a piece.
+
+    Attributes:
+        structure: the bytes of their structure; None if as for the last piece.
+        leaves: the leaves, with each joinable tensor as an ``Output``; bytes where a leaf is of a kind that only cloudpickle can send.
+    """
+
+    structure: bytes | None
+    leaves: list[Any] | bytes
+
+
+@dataclass
+class Gradients:
+    """What a backward gave.
+
+    Attributes:
+        present: for each shared tensor whether it got a gradient.
+        inputs: for each input that wants one whether it got a gradient.
+        others: gradients that have no place in the arena (sparse ones), by number of the tensor.
+    """
+
+    present: list[bool]
+    inputs: list[bool]
+    others: dict[int, bytes] = field(default_factory=dict)
+
+
+@dataclass
+class Failure:
+    """The user's module raised an exception, or the helper itself did.
+
+    Attributes:
+        exception: its bytes; None if it cannot be sent.
+        summary: its type and message as text.
+        traceback: the helper's traceback as text.
+    """
+
+    exception: bytes | None
+    summary: str
+    traceback: str
+
+
+class Request(NamedTuple):
+    """What the main process sends: a message, and pieces that are no longer needed."""
+
+    message: Any
+    dropped: list[int]
+
+
+class Reply(NamedTuple):
+    """What a helper sends: a message, and pieces whose inputs it no longer reads."""
+
+    message: Any
+    freed: list[int]

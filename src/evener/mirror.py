@@ -1,0 +1,124 @@
+"""The mirror: the main process's side of the replicas.
+
+It moves the module's parameters into the arena, so that there is one copy of the weights for all CPU
+devices, sends the module to the helpers, and tells them before each call what the user changed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+from torch import Tensor, nn
+
+from evener import messages
+from evener.arena import Place, Region, lay_out, moved
+from evener.errors import ModuleError
+from evener.replica import adopt, give_back, private_buffers, shared_tensors, to_bytes
+from evener.team import Team
+from evener.watch import Update, Watch
+
+
+class Mirror:
+    """Keeps the replicas of a team equal to the user's module.
+
+    Args:
+        module: the user's module.
+        team: a team whose helpers have no replica yet.
+
+    Attributes:
+        shared: the tensors of which all replicas use the same memory, the user's own objects.
+        layout: their places from the start of a region.
+        layout_bytes: the size of such a region.
+
+    Raises:
+        ModuleError: if the module cannot be sent, or a parameter is not on the CPU.
+    """
+
+    def __init__(self, module: nn.Module, team: Team) -> None:
+        self._team = team
+        self._regions: list[Region] = []
+        self.shared: list[Tensor] = []
+        self.layout: list[Place] = []
+        self.layout_bytes = 0
+        self._install(module)
+
+    def refresh(self, module: nn.Module) -> Update:
+        """Look for changes since the last call; a changed structure is sent at once.
+
+        Returns:
+            The update that every helper has to be told.
+        """
+        if self._watch.is_stale():
+            self._install(module)
+        update = self._watch.update()
+        if update.buffers:
+            # What a helper may still read was sent for a call that is over.
+            with torch.no_grad():
+                for number in update.buffers:
+                    self._buffers[number].copy_(self._watch.buffers[number])
+        return update
+
+    def accept(self) -> None:
+        """Take the module's attributes as they are: its own forward has just run."""
+        self._watch.accept()
+
+    def take_buffers(self, module: nn.Module) -> None:
+        """Make the buffers that a leading helper left in the arena the user's."""
+        with torch.no_grad():
+            own = private_buffers(module).values()
+            for buffer, values in zip(own, self._buffers, strict=True):
+                buffer.copy_(values)
+
+    def dissolve(self) -> None:
+        """Move the parameters back into memory of their own."""
+        give_back(self.shared)
+        for region in self._regions:
+            region.close()
+
+    def _install(self, module: nn.Module) -> None:
+        team = self._team
+        for region in self._regions:
+            region.close()
+        self.shared = shared_tensors(module)
+        private = list(private_buffers(module).values())
+        for tensor in [*self.shared, *private]:
+            if tensor.device.type != "cpu":
+                raise ModuleError(
+                    f"the module has a tensor on {tensor.device}, and its devices are "
+                    f"{', '.join(device.label for device in team.devices)}: call module.cpu()"
+                )
+        # The user may call under inference_mode; what is made here outlives that.
+        with torch.inference_mode(mode=False), torch.no_grad():
+            self.layout, self.layout_bytes = lay_out(self.shared)
+            region = team.arena.take(self.layout_bytes)
+            data = to_bytes(module, self.shared)
+            adopt(self.shared, moved(self.layout, region.offset), region)
+            places, num_bytes = lay_out(private)
+            buffer_region = team.arena.take(num_bytes)
+            places = moved(places, buffer_region.offset)
+            self._buffers = [buffer_region.tensor(place) for place in places]
+        self._regions = [region, buffer_region]
+        try:
+            folder: str | None = os.getcwd()
+        except OSError:  # it was deleted
+            folder = None
+        load = messages.Load(
+            module=data,
+            layout=self.layout,
+            shared=messages.Span(region.offset, region.num_bytes),
+            parameters=[isinstance(tensor, nn.Parameter) for tensor in self.shared],
+            requires_grad=[tensor.requires_grad for tensor in self.shared],
+            buffers=places,
+            sys_path=list(sys.path),
+            folder=folder,
+        )
+        helpers = range(1, len(team.devices))
+        for device in helpers:
+            team.post(device, load)
+        answers = [(device, team.receive(device)) for device in helpers]
+        for device, answer in answers:
+            if isinstance(answer, messages.Failure):
+                raise team.error_of(device, answer)
+        self._watch = Watch(module, self.shared)

@@ -1,0 +1,185 @@
+"""parallelize: the one line, and release, its opposite.
+
+A parallel module is the user's own object with another class: a subclass, made for the purpose,
+of the class it had, under the same name. Only ``forward`` differs, so attributes, methods,
+``isinstance``, ``state_dict`` and hooks on the module stay what they are. (torch's ``fully_shard``
+does the same.) A copy or a pickle of it is a plain module again.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.jit import ScriptModule
+
+from evener.data_parallel import DataWay
+from evener.devices import Device, DevicesSpec, devices
+from evener.errors import DeviceError, ModuleError
+from evener.replica import STATE_NAME
+from evener.shares import weights_of
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+_devices = devices  # the function; `devices` below is an argument
+
+
+class _State:
+    """What makes a module parallel; the module's attribute ``STATE_NAME``."""
+
+    def __init__(self, plain: type[nn.Module], way: DataWay | None) -> None:
+        self.plain = plain
+        self.way = way
+        #: A forward that the user had set on the instance.
+        self.own_forward: Callable[..., Any] | None = None
+        self.finalizer: weakref.finalize[Any, Any] | None = None
+
+
+def parallelize(
+    module: ModuleT,
+    devices: DevicesSpec = "auto",
+    how: str = "data",
+    *,
+    shares: str | Sequence[float] = "even",
+    timeout_s: float = 600.0,
+) -> ModuleT:
+    """Make a module run on several devices, in place.
+
+    The training loop stays as it is: the batch is the whole batch, and outputs, gradients and
+    running statistics are those of one device up to rounding. Helpers start at the first call, and end
+    with :func:`release`, with the module or with the process.
+
+    Args:
+        module: any module; optimizers made before or after stay valid.
+        devices: which devices, as in :func:`evener.devices`. The first one is driven by this
+            process. With one device the call stays the plain call.
+        how: the way of sharing the work: ``"data"``, each device a share of each batch.
+        shares: ``"even"``, or one number a device such as ``(3, 1)``, in whose proportion batches
+            are cut. Zero lets a device rest.
+        timeout_s: how long a device may take for one forward or backward before it is given up,
+            in seconds.
+
+    Returns:
+        The same object.
+
+    Raises:
+        DeviceError: if ``devices`` names what is not there, or several devices that are not CPU
+            devices, which this version cannot drive.
+        SharesError: if ``shares`` is not one number a device.
+        ModuleError: if the module is parallel already, or cannot be made so.
+        ValueError: if ``how`` is not known, or ``timeout_s`` is not above zero.
+
+    Example:
+        >>> model = parallelize(nn.Linear(2, 1), "cpu:0")
+        >>> type(model).__name__, isinstance(model, nn.Linear)
+        ('Linear', True)
+        >>> release(model)
+        Linear(in_features=2, out_features=1, bias=True)
+    """
+    if not isinstance(module, nn.Module):
+        raise ModuleError(f"expected an nn.Module, not {type(module).__name__}")
+    if STATE_NAME in vars(module):
+        raise ModuleError(
+            f"this {type(module).__name__} is parallel already; call evener.release(module) first "
+            "to change its devices"
+        )
+    if isinstance(module, ScriptModule):
+        raise ModuleError(
+            "a TorchScript module cannot be sent to helpers; give the module that it was made from"
+        )
+    if how != "data":
+        raise ValueError(f'how={how!r} is not known; this version has "data"')
+    if not timeout_s > 0:
+        raise ValueError(f"timeout_s={timeout_s!r}: expected seconds above zero")
+    found = _devices(devices)
+    weights = weights_of(shares, len(found))
+    way = None
+    if len(found) > 1:
+        _check_drivable(found)
+        way = DataWay(found, weights, timeout_s)
+    plain = type(module)
+    state = _State(plain, way)
+    if way is not None:
+        state.own_forward = vars(module).pop("forward", None)
+        state.finalizer = weakref.finalize(module, way.stop)
+    setattr(module, STATE_NAME, state)
+    module.__class__ = _parallel_class(plain, is_plain_call=way is None)
+    return module
+
+
+def release(module: ModuleT) -> ModuleT:
+    """Stop the helpers of a parallel module and make it the plain module again.
+
+    Args:
+        module: a module that :func:`parallelize` returned.
+
+    Returns:
+        The same object, with its parameters in memory of their own.
+
+    Raises:
+        ModuleError: if the module is not parallel.
+    """
+    state = vars(module).get(STATE_NAME) if isinstance(module, nn.Module) else None
+    if state is None:
+        raise ModuleError(
+            f"this {type(module).__name__} is not parallel; evener.parallelize(module) makes it so"
+        )
+    if state.finalizer is not None:
+        state.finalizer()  # runs once, now instead of at the end
+    delattr(module, STATE_NAME)
+    module.__class__ = state.plain
+    if state.own_forward is not None:
+        module.forward = state.own_forward  # type: ignore[method-assign]
+    return module
+
+
+def _check_drivable(found: Sequence[Device]) -> None:
+    others = [device.label for device in found if device.kind != "cpu"]
+    if others:
+        raise DeviceError(
+            f"{', '.join(others)}: this version shares work among CPU devices only; "
+            'give devices="cpu", or one device alone'
+        )
+    if not sys.platform.startswith("linux"):
+        raise DeviceError(f"more than one device needs Linux, not {sys.platform}")
+
+
+def _parallel_class(plain: type[nn.Module], *, is_plain_call: bool) -> type[nn.Module]:
+    """A subclass of a module's class whose forward goes through the module's devices."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        state: _State = vars(self)[STATE_NAME]
+        own = state.own_forward or plain.forward.__get__(self)
+        assert state.way is not None  # noqa: S101 - see is_plain_call
+        return state.way.call(self, own, args, kwargs)
+
+    def reduce_ex(self: nn.Module, protocol: Any) -> Any:
+        """Pickle and copy as a plain module."""
+        state: _State = vars(self)[STATE_NAME]
+        parts = super(parallel, self).__reduce_ex__(protocol)
+        if isinstance(parts, str):
+            return parts
+        function, arguments, *rest = parts
+        arguments = tuple(plain if argument is parallel else argument for argument in arguments)
+        if function is copyreg.__newobj__:  # type: ignore[attr-defined]
+            function = plain.__new__  # the same, without pickle's check against the class
+        if rest and isinstance(rest[0], dict):
+            kept = {name: value for name, value in rest[0].items() if name != STATE_NAME}
+            if state.own_forward is not None:
+                kept["forward"] = state.own_forward
+            rest[0] = kept
+        return (function, arguments, *rest)
+
+    body: dict[str, Any] = {
+        "__module__": plain.__module__,
+        "__qualname__": plain.__qualname__,
+        "__doc__": plain.__doc__,
+        "__reduce_ex__": reduce_ex,
+    }
+    if not is_plain_call:
+        body["forward"] = forward
+    parallel: type[nn.Module] = type(plain.__name__, (plain,), body)
+    return parallel

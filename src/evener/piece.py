@@ -1,0 +1,159 @@
+"""A piece: one device's part of one call, the same object in the main process and in a helper.
+
+It knows its inputs, its seed and the settings of the user's program, so it can be run anywhere.
+Between forward and backward it holds its own piece of the autograd graph::
+
+    inputs, cut out of the batch ──detach──► leaves ──module──► outputs
+                                                │                  │ gradients of the outputs,
+                         gradients of the inputs ◄──── backward ───┘ cut by the same shares
+                                      and of the parameters
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from evener.batches import Structure, flatten, is_joinable, unflatten
+
+
+class Settings(NamedTuple):
+    """The settings of the user's program that change what a module computes."""
+
+    grad: bool
+    inference: bool
+    autocast: tuple[bool, torch.dtype, bool]  # on, dtype, cache
+    default_dtype: torch.dtype
+    deterministic: tuple[bool, bool]  # on, only warn
+
+    @classmethod
+    def current(cls) -> Settings:
+        """Those in force in this thread."""
+        return cls(
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            (
+                torch.is_autocast_enabled("cpu"),
+                torch.get_autocast_dtype("cpu"),
+                torch.is_autocast_cache_enabled(),
+            ),
+            torch.get_default_dtype(),
+            (
+                torch.are_deterministic_algorithms_enabled(),
+                torch.is_deterministic_algorithms_warn_only_enabled(),
+            ),
+        )
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Put them in force in this process; grad and autocast end with the block."""
+        if torch.get_default_dtype() != self.default_dtype:
+            torch.set_default_dtype(self.default_dtype)
+        on, only_warn = self.deterministic
+        if torch.are_deterministic_algorithms_enabled() != on:
+            torch.use_deterministic_algorithms(on, warn_only=only_warn)
+        with ExitStack() as stack:
+            if self.inference:
+                stack.enter_context(torch.inference_mode())
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            on, dtype, cache = self.autocast
+            if on:
+                stack.enter_context(torch.autocast("cpu", dtype=dtype, cache_enabled=cache))
+            yield
+
+
+def seed_of_piece(seed: int, call: int, device: int) -> int:
+    """The seed of a piece: a hash of the process's torch seed, the call's number and the device's.
+
+    Nothing is drawn from a generator, so a parallel module changes no other random number.
+
+    Example:
+        >>> seed_of_piece(0, 0, 0) == seed_of_piece(0, 0, 0) != seed_of_piece(0, 1, 0)
+        True
+    """
+    text = f"{seed} {call} {device}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Run a block from a seed; torch's CPU generator is afterwards what it was before."""
+    generator = torch.default_generator
+    state = generator.get_state()
+    generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        generator.set_state(state)
+
+
+class Piece:
+    """One device's part of one call.
+
+    Args:
+        leaves: the leaves of its inputs.
+        wanted: for each leaf whether a gradient with respect to it is wanted.
+        structure: their structure.
+        seed: what its random numbers start from.
+        grad: whether a backward may follow.
+
+    Attributes:
+        grad: whether a backward may follow.
+        outputs: the leaves of the outputs, after :meth:`forward`; tensors with their graphs.
+    """
+
+    def __init__(
+        self,
+        leaves: Sequence[Any],
+        wanted: Sequence[bool],
+        structure: Structure,
+        seed: int,
+        *,
+        grad: bool,
+    ) -> None:
+        self._structure = structure
+        self._seed = seed
+        self.grad = grad
+        self._leaves = [
+            leaf.detach().requires_grad_(grad and want) if isinstance(leaf, Tensor) else leaf
+            for leaf, want in zip(leaves, wanted, strict=True)
+        ]
+        self.outputs: list[Any] = []
+
+    def forward(self, function: Callable[..., Any]) -> Structure:
+        """Run the module's forward on the inputs.
+
+        Returns:
+            The structure of the outputs; their leaves are in ``outputs``.
+        """
+        with torch.set_grad_enabled(self.grad), seeded(self._seed):
+            args, kwargs = unflatten(self._structure, self._leaves)
+            self.outputs, structure = flatten(function(*args, **kwargs))
+        return structure
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """The inputs that a gradient is wanted for, in order."""
+        return [leaf for leaf in self._leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+    def roots(self, gradients: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
+        """Pair those tensors of the outputs that a backward starts from with their gradients.
+
+        Args:
+            gradients: one for each joinable tensor among ``outputs``, or None.
+
+        Returns:
+            The outputs and their gradients, as ``torch.autograd`` takes them.
+        """
+        tensors = [leaf for leaf in self.outputs if is_joinable(leaf)]
+        pairs = [
+            (tensor, gradient)
+            for tensor, gradient in zip(tensors, gradients, strict=True)
+            if gradient is not None and tensor.requires_grad
+        ]
+        return [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs]
