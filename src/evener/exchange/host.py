@@ -79,4 +79,5 @@ def add_up(regions: Sequence[Region], segment: Sequence[Place]) -> None:
 
 def add_own(sums: list[Tensor], own: list[Tensor]) -> None:
     """Add the main process's gradients into tensors over a region, all in one operation."""
-    torch._foreach_add_(sums, own)  # noqa: SLF001 - what torch.optim itself calls
+    if sums:  # it refuses empty lists
+        torch._foreach_add_(sums, own)  # noqa: SLF001 - what torch.optim itself calls

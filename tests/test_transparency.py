@@ -1,0 +1,302 @@
+"""The headline test: a parallel module trains exactly as the plain one.
+
+In float64, so that rounding is the only difference: a batch cut in another way is summed in another
+order. The tolerance is relative to the largest value of each tensor.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import evener
+from evener.textbook.resnet import ResNet18
+
+#: A step of these models in float64 sums some thousand terms; 1e-16 each, in another order.
+TOLERANCE = 1e-12
+
+Loss = Callable[[Any, Tensor], Tensor]
+
+
+def cross_entropy(outputs: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(outputs, target)
+
+
+class Task(NamedTuple):
+    """A model, a loss, and what makes inputs and targets for a batch size."""
+
+    model: nn.Module
+    inputs: Callable[[int], tuple[Any, ...]]
+    loss: Loss = cross_entropy
+
+
+def classes(batch: int) -> Tensor:
+    return torch.randint(0, 5, (batch,))
+
+
+# ------------------------------------------------------------------ the models
+
+
+def mlp() -> Task:
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 5))
+    return Task(model, lambda batch: (torch.randn(batch, 6),))
+
+
+def resnet() -> Task:
+    model = ResNet18(width=4, num_classes=5)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            # Batch norm uses each device's own share for now; without it all else must be equal.
+            module.eval()
+            module.train = lambda mode=True: None  # type: ignore[assignment, method-assign, misc]
+    return Task(model, lambda batch: (torch.randn(batch, 1, 12, 12),))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.lstm = nn.LSTM(6, 7, num_layers=2, batch_first=True)
+        self.out = nn.Linear(7, 5)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.out(self.lstm(self.embed(words))[0])
+
+
+def lstm() -> Task:
+    def loss(outputs: Tensor, target: Tensor) -> Tensor:
+        return functional.cross_entropy(outputs[:, -1], target) + outputs.square().sum() * 1e-3
+
+    return Task(Recurrent(), lambda batch: (torch.randint(0, 11, (batch, 4)),), loss)
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.embed = nn.Embedding(11, 8)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.out = nn.Linear(8, 5)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.out(self.encoder(self.embed(words)).mean(1))
+
+
+def encoder() -> Task:
+    return Task(Encoder(), lambda batch: (torch.randint(0, 11, (batch, 4)),))
+
+
+class Bag(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(13, 6, mode="mean")
+        self.out = nn.Linear(6, 5)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.out(self.bag(words))
+
+
+def embedding_bag() -> Task:
+    return Task(Bag(), lambda batch: (torch.randint(0, 13, (batch, 3)),))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 8)
+        self.mix = nn.Linear(8, 8)
+        self.out = nn.Linear(8, 5)
+        self.out.weight = self.embed.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.mix(self.embed(words).mean(1))))
+
+
+def tied_weights() -> Task:
+    return Task(Tied(), lambda batch: (torch.randint(0, 5, (batch, 4)),))
+
+
+@dataclass
+class Answer:
+    logits: Tensor
+    loss: Tensor  # a 0-dim mean over the batch
+    name: str = "answer"
+
+
+class Rich(nn.Module):
+    """A dict in, a dataclass inside a dict out, and the loss computed inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(6, 9)
+        self.two = nn.Linear(9, 5)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, batch: dict[str, Tensor], *, scale: float = 1.0) -> dict[str, Any]:
+        self.steps += 1
+        hidden = torch.relu(self.one(batch["x"]))
+        logits = self.two(hidden) * scale
+        penalty = hidden.square().mean()
+        return {"hidden": hidden, "answer": Answer(logits, penalty), "count": 3, "none": None}
+
+
+def dict_and_dataclass() -> Task:
+    def loss(outputs: dict[str, Any], target: Tensor) -> Tensor:
+        answer = outputs["answer"]
+
+        assert (answer.name, outputs["count"], outputs["none"]) == ("answer", 3, None)
+        return functional.cross_entropy(answer.logits, target) + 0.5 * answer.loss
+
+    return Task(Rich(), lambda batch: ({"x": torch.randn(batch, 6)},), loss)
+
+
+TASKS = [mlp, resnet, lstm, encoder, embedding_bag, tied_weights, dict_and_dataclass]
+#: Devices and shares: more devices than cores, very unequal shares, shares of zero anywhere.
+TEAMS: list[tuple[str, Any]] = [
+    ("cpu*1", "even"),
+    ("cpu*2", "even"),
+    ("cpu*2", (5, 1)),
+    ("cpu*2", (0, 1)),
+    ("cpu*2", (1, 0)),
+    ("cpu*3", (1, 0, 2)),
+    ("cpu*4", (1, 3, 2, 5)),
+]
+#: Odd ones, fewer samples than devices, none, and one that changes from step to step.
+BATCHES = (9, 2, 1, 7, 0, 33)
+
+
+# ------------------------------------------------------------------ what is compared
+
+
+def assert_close(actual: Any, expected: Any, what: str) -> None:
+    if not isinstance(expected, Tensor):
+        assert type(actual) is type(expected), what
+        assert actual == expected, what
+        return
+    assert isinstance(actual, Tensor), what
+    assert actual.dtype == expected.dtype, what
+    assert actual.shape == expected.shape, what
+    if not expected.is_floating_point():
+        assert torch.equal(actual, expected), what
+        return
+    scale = max(1.0, float(expected.detach().abs().max())) if expected.numel() else 1.0
+    torch.testing.assert_close(
+        actual.detach(), expected.detach(), rtol=0, atol=TOLERANCE * scale, equal_nan=True, msg=what
+    )
+
+
+def assert_same_outputs(actual: Any, expected: Any) -> None:
+    if isinstance(expected, dict):
+        assert type(actual) is type(expected)
+        assert list(actual) == list(expected)
+        for key in expected:
+            assert_same_outputs(actual[key], expected[key])
+    elif isinstance(expected, Answer):
+        assert type(actual) is Answer
+        assert_same_outputs(vars(actual), vars(expected))
+    else:
+        assert_close(actual, expected, "outputs")
+
+
+def assert_same_state(actual: nn.Module, expected: nn.Module) -> None:
+    assert list(actual.state_dict()) == list(expected.state_dict())
+    for (name, one), other in zip(
+        actual.named_parameters(), expected.parameters(), strict=True
+    ):
+        assert_close(one, other, name)
+        assert (one.grad is None) == (other.grad is None), name
+        if one.grad is not None:
+            assert_close(one.grad, other.grad, f"gradient of {name}")
+    for (name, one), other in zip(actual.named_buffers(), expected.buffers(), strict=True):
+        assert_close(one, other, name)
+
+
+@pytest.mark.parametrize(("devices", "shares"), TEAMS)
+@pytest.mark.parametrize("task", TASKS)
+def test_training_is_that_of_one_device(
+    task: Callable[[], Task], devices: str, shares: Any
+) -> None:
+    model, inputs_for, loss_of = task()
+    model.double()
+    plain = copy.deepcopy(model)
+    optimizer_before = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    evener.parallelize(model, devices, shares=shares)
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for batch in BATCHES:
+        inputs, target = inputs_for(batch), classes(batch)
+        inputs = _double(inputs)
+        for module, optimizer in ((model, optimizer_before), (plain, plain_optimizer)):
+            optimizer.zero_grad()
+            outputs = module(*inputs)
+            loss = loss_of(outputs, target)
+            loss.backward()
+            if batch:  # a mean over no samples is not a number
+                optimizer.step()
+            if module is model:
+                parallel_outputs, parallel_loss = outputs, loss
+
+        assert_same_outputs(parallel_outputs, outputs)
+        assert_close(parallel_loss, loss, "loss")
+        assert_same_state(model, plain)
+        if not batch:
+            for module in (model, plain):
+                module.zero_grad()
+    model.eval()
+    plain.eval()
+    inputs = _double(inputs_for(5))
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert_same_outputs(model(*inputs), plain(*inputs))
+    evener.release(model)
+    assert_same_state(model, plain)
+
+
+def _double(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(
+        {name: value.double() for name, value in item.items()}
+        if isinstance(item, dict)
+        else item.double()
+        if item.is_floating_point()
+        else item
+        for item in inputs
+    )
+
+
+def test_batch_norm_of_one_device_counts_its_own_share_and_says_so() -> None:
+    """Each device normalises by its own share until batch norm is exact."""
+    model = nn.BatchNorm1d(3)
+    evener.parallelize(model, "cpu*2", shares=(3, 1))
+    x = torch.randn(8, 3)
+
+    outputs = model(x)
+
+    expected = torch.cat([functional.batch_norm(part, None, None, training=True) for part in (x[:6], x[6:])])
+    torch.testing.assert_close(outputs, expected)
+    # The running statistics are the first device's.
+    torch.testing.assert_close(model.running_mean, 0.1 * x[:6].mean(0))
+    assert int(model.num_batches_tracked) == 1
+    evener.release(model)
+
+
+def test_ordered_dicts_keep_their_type() -> None:
+    class Named(nn.Module):
+        def forward(self, x: Tensor) -> OrderedDict[str, Tensor]:
+            return OrderedDict(b=x + 1, a=x * 2)
+
+    model = evener.parallelize(Named(), "cpu*2")
+    x = torch.arange(5.0)
+
+    outputs = model(x)
+
+    assert type(outputs) is OrderedDict
+    assert list(outputs) == ["b", "a"]
+    assert torch.equal(outputs["b"], x + 1)
+    evener.release(model)
