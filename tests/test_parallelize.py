@@ -8,6 +8,7 @@ import io
 import pickle
 import subprocess
 import sys
+import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -131,7 +132,8 @@ def test_only_modules_are_taken() -> None:
 
 
 def test_torchscript_is_refused_with_the_way_out() -> None:
-    with pytest.warns(DeprecationWarning):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         script = torch.jit.script(nn.Linear(2, 2))
 
     with pytest.raises(ModuleError, match="TorchScript"):
@@ -325,7 +327,12 @@ print(sorted(name for name, p in model.named_parameters() if p.grad is not None)
 """
 
     result = subprocess.run(
-        [sys.executable, "-"], input=program, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-"],
+        input=program,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
 
     assert result.stdout == "['linear.bias', 'linear.weight']\n"

@@ -1,7 +1,7 @@
 """The headline test: a parallel module trains exactly as the plain one.
 
-In float64, so that rounding is the only difference: a batch cut in another way is summed in another
-order. The tolerance is relative to the largest value of each tensor.
+In float64, so that rounding is the only difference: a batch cut in another way is summed in
+another order. The tolerance is relative to the largest value of each tensor.
 """
 
 from __future__ import annotations
@@ -189,7 +189,12 @@ def assert_close(actual: Any, expected: Any, what: str) -> None:
         return
     scale = max(1.0, float(expected.detach().abs().max())) if expected.numel() else 1.0
     torch.testing.assert_close(
-        actual.detach(), expected.detach(), rtol=0, atol=TOLERANCE * scale, equal_nan=True, msg=what
+        actual.detach(),
+        expected.detach(),
+        rtol=0,
+        atol=TOLERANCE * scale,
+        equal_nan=True,
+        msg=what,
     )
 
 
@@ -208,9 +213,7 @@ def assert_same_outputs(actual: Any, expected: Any) -> None:
 
 def assert_same_state(actual: nn.Module, expected: nn.Module) -> None:
     assert list(actual.state_dict()) == list(expected.state_dict())
-    for (name, one), other in zip(
-        actual.named_parameters(), expected.parameters(), strict=True
-    ):
+    for (name, one), other in zip(actual.named_parameters(), expected.parameters(), strict=True):
         assert_close(one, other, name)
         assert (one.grad is None) == (other.grad is None), name
         if one.grad is not None:
@@ -278,7 +281,9 @@ def test_batch_norm_of_one_device_counts_its_own_share_and_says_so() -> None:
 
     outputs = model(x)
 
-    expected = torch.cat([functional.batch_norm(part, None, None, training=True) for part in (x[:6], x[6:])])
+    expected = torch.cat(
+        [functional.batch_norm(part, None, None, training=True) for part in (x[:6], x[6:])]
+    )
     torch.testing.assert_close(outputs, expected)
     # The running statistics are the first device's.
     torch.testing.assert_close(model.running_mean, 0.1 * x[:6].mean(0))

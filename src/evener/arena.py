@@ -6,7 +6,7 @@ it gets; a :class:`Place` says where in it a tensor lies, and means the same in 
     ┌──────────────┬────────────────┬─────────┬─────────┬───────────────
     │ parameters   │ gradients of 1 │ piece 1 │ outputs │ free ...
     └──────────────┴────────────────┴─────────┴─────────┴───────────────
-    offset 0                                    the file is sparse: what is not touched costs nothing
+    offset 0                          the file is sparse: what is not touched costs nothing
 
 The file has no name, so nobody else can open it, nothing is left behind whatever ends the
 processes, and the small ``/dev/shm`` of a container is no limit. It is reserved far larger than
@@ -182,8 +182,11 @@ class Arena:
         return Region(self._mapping, 0, self.size_bytes)
 
     def close(self) -> None:
-        """Close the descriptor. The memory goes when the last tensor over it does."""
+        """Give the memory back, but for regions of which the user still holds a tensor."""
         if self.fd >= 0:
+            self._reclaim()
+            for offset, gap in self._free:
+                self._mapping.madvise(mmap.MADV_REMOVE, offset, gap)
             os.close(self.fd)
             self.fd = -1
 
@@ -204,6 +207,22 @@ class Arena:
             else:
                 merged.append((offset, gap))
         self._free = merged
+
+
+def put(arena: Arena, tensors: Sequence[Tensor]) -> tuple[list[Place], Region]:
+    """Copy tensors into a new region.
+
+    Returns:
+        Their places, and the region.
+    """
+    places, num_bytes = lay_out(tensors)
+    region = arena.take(num_bytes)
+    places = moved(places, region.offset)
+    # Inference mode would make the tensors over the region unfit for a later in-place change.
+    with torch.inference_mode(mode=False), torch.no_grad():
+        for place, tensor in zip(places, tensors, strict=True):
+            region.tensor(place).copy_(tensor)
+    return places, region
 
 
 def _reserve() -> tuple[int, mmap.mmap]:

@@ -1,8 +1,7 @@
 """Batches: cutting the inputs of a call by shares, and joining the outputs of the devices.
 
-Inputs and outputs are trees: nested tuples, lists, dicts, dataclasses and what is registered with
-``torch.utils._pytree``. A tree is a flat list of leaves and a :class:`Structure` that puts them
-back together. What becomes of a leaf is decided by its form alone:
+Inputs and outputs are trees (see :mod:`evener.trees`). What becomes of a leaf is decided by its
+form alone:
 
 =====================  =========================  ===============================================
 leaf                   as an input                as an output
@@ -13,175 +12,24 @@ tensor (batch, ...)    cut along dimension 0      concatenated along dimension 0
 anything else          given to every device      must be equal on all devices
 =====================  =========================  ===============================================
 
-Weighting happens here and nowhere else: a concatenated output makes the gradient of any loss a plain
-sum over the devices, and a weighted mean passes its weights on to the gradients by the chain rule.
+Weighting happens here and nowhere else: a concatenated output makes the gradient of any loss a
+plain sum over the devices, and a weighted mean passes its weights on by the chain rule.
 """
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
-import cloudpickle
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from evener.errors import BatchError
-
-# ------------------------------------------------------------------ trees
-
-
-@dataclass(frozen=True)
-class Structure:
-    """What is left of a tree without its leaves.
-
-    Attributes:
-        spec: torch's own, in which a dataclass is one leaf.
-        records: for each leaf of ``spec`` the form of the dataclass there, or None; empty where
-            there is no dataclass.
-    """
-
-    spec: Any
-    records: tuple[Record | None, ...] = ()
-
-
-@dataclass(frozen=True)
-class Record:
-    """The form of a dataclass instance: its class, its fields, and the structure below them."""
-
-    kind: type
-    names: tuple[str, ...]
-    below: Structure
-    num_leaves: int
-
-
-def flatten(tree: Any) -> tuple[list[Any], Structure]:
-    """Take a tree apart.
-
-    A dataclass instance that holds a tensor somewhere is taken apart as well, although torch takes
-    it for a leaf; one without a tensor stays a leaf, for it may be anything.
-
-    Example:
-        >>> leaves, structure = flatten({"a": 1, "b": (2, 3)})
-        >>> leaves
-        [1, 2, 3]
-        >>> unflatten(structure, [leaf * 10 for leaf in leaves])
-        {'a': 10, 'b': (20, 30)}
-    """
-    leaves, spec = pytree.tree_flatten(tree)
-    if not any(_is_record(leaf) for leaf in leaves):
-        return leaves, Structure(spec)
-    flat: list[Any] = []
-    records: list[Record | None] = []
-    for leaf in leaves:
-        if _is_record(leaf):
-            names = tuple(f.name for f in fields(leaf) if hasattr(leaf, f.name))
-            inner, below = flatten([getattr(leaf, name) for name in names])
-            if any(isinstance(value, Tensor) for value in inner):
-                records.append(Record(type(leaf), names, below, len(inner)))
-                flat.extend(inner)
-                continue
-        records.append(None)
-        flat.append(leaf)
-    return flat, Structure(spec, tuple(records))
-
-
-def unflatten(structure: Structure, leaves: Iterable[Any]) -> Any:
-    """Put a tree together; the opposite of :func:`flatten`."""
-    if not structure.records:
-        return pytree.tree_unflatten(leaves, structure.spec)
-    rest = iter(leaves)
-    outer: list[Any] = []
-    for record in structure.records:
-        if record is None:
-            outer.append(next(rest))
-            continue
-        values = unflatten(record.below, [next(rest) for _ in range(record.num_leaves)])
-        # Not through __init__: it may take other arguments, and __post_init__ has run already.
-        instance = object.__new__(record.kind)
-        for name, value in zip(record.names, values, strict=True):
-            object.__setattr__(instance, name, value)
-        outer.append(instance)
-    return pytree.tree_unflatten(outer, structure.spec)
-
-
-def structure_to_bytes(structure: Structure) -> bytes:
-    """Pickle a structure, together with what this process knows of the node types in it.
-
-    A user's own type that was registered with ``torch.utils._pytree`` in the main program is not
-    registered in another process until it is told how.
-    """
-    plain = _encode(structure)
-    known = {
-        kind: (node.flatten_fn, node.unflatten_fn)
-        for kind in _kinds(plain)
-        if (node := pytree.SUPPORTED_NODES.get(kind)) is not None
-        and kind.__module__ not in ("builtins", "collections")
-    }
-    return cloudpickle.dumps((list(known.items()), plain))
-
-
-def structure_from_bytes(data: bytes) -> Structure:
-    """The opposite of :func:`structure_to_bytes`; registers what is not registered here."""
-    known, plain = pickle.loads(data)  # noqa: S301 - from a process of our own team
-    for kind, (flatten_fn, unflatten_fn) in known:
-        if kind not in pytree.SUPPORTED_NODES:
-            pytree.register_pytree_node(kind, flatten_fn, unflatten_fn)
-    return _decode(plain)
-
-
-# torch's specs are not made to be pickled; as nested tuples they are, in every version.
-
-
-def _encode(structure: Structure) -> Any:
-    def spec(node: Any) -> Any:
-        if node.type is None:
-            return None
-        # Up to torch 2.8 the children are an attribute.
-        children = node.children() if hasattr(node, "children") else node.children_specs
-        return (node.type, node.context, [spec(child) for child in children])
-
-    return spec(structure.spec), [
-        record and (record.kind, record.names, _encode(record.below), record.num_leaves)
-        for record in structure.records
-    ]
-
-
-def _decode(plain: Any) -> Structure:
-    def spec(node: Any) -> Any:
-        if node is None:
-            return pytree.tree_flatten(0)[1]
-        kind, context, children = node
-        return pytree.TreeSpec(kind, context, [spec(child) for child in children])
-
-    return Structure(
-        spec(plain[0]),
-        tuple(
-            record and Record(record[0], record[1], _decode(record[2]), record[3])
-            for record in plain[1]
-        ),
-    )
-
-
-def _kinds(plain: Any) -> Iterator[type]:
-    def below(node: Any) -> Iterator[type]:
-        if node is not None:
-            yield node[0]
-            for child in node[2]:
-                yield from below(child)
-
-    yield from below(plain[0])
-    for record in plain[1]:
-        if record is not None:
-            yield from _kinds(record[2])
-
-
-def _is_record(leaf: Any) -> bool:
-    return is_dataclass(leaf) and not isinstance(leaf, type)
-
+from evener.trees import Structure, flatten
 
 # ------------------------------------------------------------------ inputs
 
@@ -216,10 +64,40 @@ class Batch:
 
     def piece(self, start: int, stop: int) -> list[Any]:
         """The leaves with every batch dimension cut to ``start:stop``; views, not copies."""
-        return [
-            leaf[start:stop] if has_batch(leaf) else leaf
-            for leaf in self.leaves
-        ]
+        return [leaf[start:stop] if has_batch(leaf) else leaf for leaf in self.leaves]
+
+
+class Cut:
+    """Which part of a batch each device has.
+
+    Args:
+        shares: samples for each device.
+
+    Attributes:
+        size: samples in all.
+        parts: for each device that works (start, stop) of its part, in order.
+        helpers: the devices that work but for the first of the team, which is device 0.
+    """
+
+    def __init__(self, shares: Sequence[int]) -> None:
+        stops = list(accumulate(shares))
+        self.size = stops[-1]
+        self.parts = {
+            device: (stop - share, stop)
+            for device, (share, stop) in enumerate(zip(shares, stops, strict=True))
+            if share
+        }
+        self.helpers = [device for device in self.parts if device != 0]
+
+    @property
+    def lead(self) -> int:
+        """The first device that works."""
+        return min(self.parts)
+
+    def share(self, device: int) -> int:
+        """The samples of a device."""
+        start, stop = self.parts.get(device, (0, 0))
+        return stop - start
 
 
 def has_batch(leaf: Any) -> bool:
@@ -232,7 +110,10 @@ def _names(args: tuple[Any, ...], kwargs: dict[str, Any], num_leaves: int) -> li
     paths = [path for path, _ in pytree.tree_flatten_with_path((args, kwargs))[0]]
     if len(paths) != num_leaves:  # dataclasses: torch's paths end at them
         return [f"input {i}" for i in range(num_leaves)]
-    return [("args", "kwargs")[path[0].idx] + pytree.keystr(path[1:]) for path in paths]
+    return [
+        re.sub(r"^\[(\d)\]", lambda m: ("args", "kwargs")[int(m[1])], pytree.keystr(path))
+        for path in paths
+    ]
 
 
 # ------------------------------------------------------------------ outputs
@@ -288,9 +169,9 @@ def check_outputs(
     for (other_structure, other_leaves), label in zip(outputs[1:], labels[1:], strict=True):
         if other_structure != structure or len(other_leaves) != len(leaves):
             raise BatchError(
-                f"the outputs of the devices differ in structure: {structure.spec} on {labels[0]}, "
-                f"{other_structure.spec} on {label}; a parallel module must return the same "
-                "structure for every part of a batch"
+                f"the outputs of the devices differ in structure: {structure.spec} on "
+                f"{labels[0]}, {other_structure.spec} on {label}; a parallel module must return "
+                "the same structure for every part of a batch"
             )
     for i, first in enumerate(leaves):
         for (_, own_leaves), share, label in zip(outputs, shares, labels, strict=True):
@@ -316,9 +197,9 @@ def _check_tensor(
         )
     if form.shape[1:] != first.shape[1:] or (form.shape == ()) != (first.shape == ()):
         raise BatchError(
-            f"output {i} has the shape {first.shape} on {first_label} and {form.shape} on {label}; "
-            "only the first dimension may differ; pad to one length that does not depend on the "
-            "part of the batch"
+            f"output {i} has the shape {first.shape} on {first_label} and {form.shape} on "
+            f"{label}; only the first dimension may differ; pad to one length that does not "
+            "depend on the part of the batch"
         )
     if form.dtype != first.dtype:
         raise BatchError(

@@ -1,10 +1,10 @@
 """A channel: messages between the main process and one helper.
 
 A pair of connected sockets that only these two processes hold: no port, no name, nothing for
-others to open. A message is a pickle behind its length in bytes. Waiting costs little because it begins
+others to open. A message is a pickle behind its length in bytes. Waiting costs little, because it begins
 with looking again and again (microseconds) before it sleeps (a wake-up takes up to 0.3 ms)::
 
-    wait ─► look, yield the core, look ... for spin_s ─► sleep until a message, a death, or timeout_s
+    wait ─► look, yield the core, look ... for spin_s ─► sleep until a message or a death
 
 The other process's death is noticed by its process descriptor, not by the end of the stream
 alone: a process that the user forked may hold a copy of our sockets.

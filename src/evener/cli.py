@@ -16,7 +16,7 @@ import os
 import sys
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path  # noqa: TC003 - typer reads the annotations
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -268,7 +268,7 @@ def _training_bar(
                 f"epoch {epoch.number}: {epoch.train_s:.1f} sec, "
                 f"{epoch.images_per_s:.0f} images/sec, test acc {epoch.test_accuracy:.2f}"
             )
-            progress.update(bar, completed=0, epoch=epoch.number + 1)
+            progress.update(bar, completed=0, epoch=min(epoch.number + 1, settings.epochs))
 
         yield on_step, on_epoch
 

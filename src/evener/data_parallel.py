@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from evener.batches import Batch
+from evener.batches import Batch, Cut
 from evener.call import Call, Run
 from evener.devices import Device
 from evener.errors import EvenerError
@@ -92,22 +92,25 @@ class DataWay:
                     return forward(*args, **kwargs)
             run = self._ready(module)
             run.team.settle()
-            call = Call(run, module, self._marked(forward), batch, shares, seeds)
+            call = Call(run, module, self._marked(forward), batch, Cut(shares), seeds=seeds)
             settings = Settings.current()
             grad = settings.grad and not settings.inference
             settings = settings._replace(grad=grad and bool(call.inputs or call.trainable))
             if settings.grad:
-                tensors = _Joined.apply(self, call, settings, *call.inputs, *call.trainable)
+                tensors = _Joined.apply(  # type: ignore[no-untyped-call]
+                    self, call, settings, *call.inputs, *call.trainable
+                )
             else:
-                tensors = call.forward(settings)
-            return call.outputs(tensors)
+                call.forward(settings)
+                tensors = call.outputs.tensors
+            return call.outputs.tree(tensors)
 
     def backward(
         self, call: Call, gradients: Sequence[Tensor | None], *, keep_graph: bool
     ) -> list[Tensor | None]:
         """Run the backward of a call; see :meth:`Call.backward`."""
         with self._lock:
-            if self._run is not None:
+            if self._run is not None and self._run.team.is_running:
                 self._run.team.settle()
             return call.backward(gradients, keep_graph=keep_graph)
 
@@ -117,8 +120,8 @@ class DataWay:
             return
         with self._lock:
             if self._run is not None:
-                self._run.team.stop()
                 self._run.mirror.dissolve()
+                self._run.team.stop()
                 self._run = None
             if self._num_threads is not None:
                 torch.set_num_threads(self._num_threads)
@@ -174,9 +177,11 @@ class _Joined(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.way, ctx.call = way, call
         ctx.set_materialize_grads(False)
-        tensors = call.forward(settings)
-        pairs = zip(tensors, call.differentiable, strict=True)
-        ctx.mark_non_differentiable(*(tensor for tensor, flows in pairs if not flows))
+        call.forward(settings)
+        tensors, forms = call.outputs.tensors, call.outputs.forms
+        call.outputs.tensors = []  # they are the user's now; to hold them would keep their memory
+        pairs = zip(tensors, forms, strict=True)
+        ctx.mark_non_differentiable(*(t for t, form in pairs if not form.differentiable))
         return tuple(tensors)
 
     @staticmethod
@@ -186,5 +191,5 @@ class _Joined(torch.autograd.Function):
                 "create_graph=True through a parallel module is not possible: its devices' graphs "
                 "are in several processes; evener.release(module) for second derivatives"
             )
-        keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()  # noqa: SLF001
+        keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         return (None, None, None, *ctx.way.backward(ctx.call, gradients, keep_graph=keep_graph))

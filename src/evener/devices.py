@@ -119,7 +119,7 @@ def devices(spec: DevicesSpec = "auto") -> list[Device]:
 # ------------------------------------------------------------------ reading a spec
 
 
-def _resolve(word: DeviceSpec) -> list[Device]:  # noqa: PLR0911 - one return for each kind of word
+def _resolve(word: DeviceSpec) -> list[Device]:
     if isinstance(word, Device):
         return [_checked(word)]
     if isinstance(word, torch.device):

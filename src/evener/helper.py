@@ -9,6 +9,7 @@ for the main process's descriptor, even while the user's module computes.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import random
@@ -19,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
@@ -28,17 +29,12 @@ from torch import Tensor, nn
 
 from evener import messages
 from evener.arena import Arena, Place, Region, moved
-from evener.batches import (
-    Structure,
-    TensorForm,
-    is_joinable,
-    structure_from_bytes,
-    structure_to_bytes,
-)
+from evener.batches import TensorForm, is_joinable
 from evener.channel import Channel, ChannelClosedError
 from evener.exchange import host
 from evener.piece import Piece
 from evener.replica import from_bytes, private_buffers
+from evener.trees import Structure, structure_from_bytes, structure_to_bytes
 
 #: Outputs up to this size travel in the message; it saves a round trip, which costs about as much.
 INLINE_BYTES = 1 << 16
@@ -87,7 +83,7 @@ class Helper:
         message = request.message
         try:
             reply = actions[type(message)](message)
-        except Exception as error:  # noqa: BLE001 - the main process raises it again
+        except BaseException as error:  # noqa: BLE001 - the main process raises it again
             self._pieces.pop(getattr(message, "piece", -1), None)
             reply = _failure(error)
         freed = [number for number, region in self._regions.items() if not region.in_use]
@@ -111,7 +107,8 @@ class Helper:
         ]
         for i, tensor in enumerate(self._shared):
             if tensor.is_floating_point() or tensor.is_complex():
-                tensor.requires_grad_().register_post_accumulate_grad_hook(self._collector(i))
+                tensor.requires_grad_()
+                tensor.register_post_accumulate_grad_hook(self._collector(i))  # type: ignore[no-untyped-call]
             tensor.requires_grad_(message.requires_grad[i])
         self._buffers = [self._whole.tensor(place) for place in message.buffers]
         self._module = from_bytes(message.module, self._shared)
@@ -127,7 +124,7 @@ class Helper:
             self._structure = structure_from_bytes(message.structure)
         assert self._structure is not None  # noqa: S101 - the first message brings it
         message.update.apply(self._modules, self._shared, self._buffers)
-        leaves = unpicklable(message.leaves)
+        leaves = messages.unpicklable(message.leaves)
         region = self._regions[message.piece] = self._arena.region(*message.span)
         with message.settings.applied():
             inputs = [
@@ -148,7 +145,7 @@ class Helper:
             self._pieces[message.piece] = piece
         data = None if structure == self._sent_structure else structure_to_bytes(structure)
         self._sent_structure = structure
-        return messages.Outputs(data, picklable(outputs))
+        return messages.Outputs(data, messages.picklable(outputs))
 
     def _write(self, message: messages.Write) -> messages.Done:
         piece = self._pieces[message.piece]
@@ -229,22 +226,6 @@ def _output(leaf: Any) -> Any:
     return messages.Output(form, values)
 
 
-_PLAIN = (int, float, complex, bool, str, bytes, type(None), messages.Input, messages.Output)
-
-
-def picklable(leaves: Sequence[Any]) -> list[Any] | bytes:
-    """Leaves as a message can carry them: as they are, or as bytes if a kind needs cloudpickle."""
-    leaves = list(leaves)
-    return leaves if all(type(leaf) in _PLAIN for leaf in leaves) else cloudpickle.dumps(leaves)
-
-
-def unpicklable(leaves: list[Any] | bytes) -> list[Any]:
-    """The opposite of :func:`picklable`."""
-    if isinstance(leaves, bytes):
-        leaves = pickle.loads(leaves)  # noqa: S301 - from a process of our own team
-    return list(leaves)
-
-
 def _seed_others(seed: int) -> None:
     """Seed the generators that are not torch's; in a helper they are nobody else's."""
     random.seed(seed)
@@ -253,7 +234,7 @@ def _seed_others(seed: int) -> None:
         numpy.random.seed(seed % 2**32)
 
 
-def _failure(error: Exception) -> messages.Failure:
+def _failure(error: BaseException) -> messages.Failure:
     summary = "".join(traceback.format_exception_only(error)).strip()
     # The frames of this file and below are ours; the user's begin where the module is called.
     text = "".join(traceback.format_exception(error))
@@ -268,7 +249,9 @@ def _failure(error: Exception) -> messages.Failure:
 # ------------------------------------------------------------------ the process
 
 
-def main(channel_fd: int, arena_fd: int, main_pid: int, cores: list[int], *, spin_s: float) -> None:
+def main(
+    channel_fd: int, arena_fd: int, main_pid: int, cores: list[int], *, spin_s: float
+) -> None:
     """Serve the main process until it ends or closes the channel.
 
     Args:
@@ -280,10 +263,9 @@ def main(channel_fd: int, arena_fd: int, main_pid: int, cores: list[int], *, spi
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process, which tells us
     pidfd = _watch_main_process(main_pid)
-    try:
+    # The cores may have been taken away, or pinning forbidden: then it is slower, not wrong.
+    with contextlib.suppress(OSError):
         os.sched_setaffinity(0, cores)
-    except OSError:
-        pass  # the cores may have been taken away, or pinning forbidden: slower, not wrong
     torch.set_num_threads(len(cores))
     helper = Helper(Arena(arena_fd))
     channel = Channel(socket.socket(fileno=channel_fd), pidfd, spin_s)

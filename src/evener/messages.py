@@ -20,8 +20,12 @@ reply, a :class:`Failure` if the user's module raised::
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+import cloudpickle
 
 from evener.arena import Place
 from evener.batches import TensorForm
@@ -115,7 +119,7 @@ class Write:
 
     Attributes:
         piece: its number.
-        places: for each joinable tensor among its outputs where it goes; None if it has travelled.
+        places: for each joinable tensor among its outputs where it goes; None if it has come.
     """
 
     piece: int
@@ -160,7 +164,8 @@ class Outputs:
 
     Attributes:
         structure: the bytes of their structure; None if as for the last piece.
-        leaves: the leaves, with each joinable tensor as an ``Output``; bytes where a leaf is of a kind that only cloudpickle can send.
+        leaves: the leaves, with each joinable tensor as an ``Output``; bytes where a leaf is of
+            a kind that only cloudpickle can send.
     """
 
     structure: bytes | None
@@ -209,3 +214,20 @@ class Reply(NamedTuple):
 
     message: Any
     freed: list[int]
+
+
+#: Kinds of leaves that pickle sends well; all others are left to cloudpickle.
+_PLAIN = (int, float, complex, bool, str, bytes, type(None), Input, Output)
+
+
+def picklable(leaves: Sequence[Any]) -> list[Any] | bytes:
+    """Leaves as a message can carry them: as they are, or as bytes if a kind needs cloudpickle."""
+    leaves = list(leaves)
+    return leaves if all(type(leaf) in _PLAIN for leaf in leaves) else cloudpickle.dumps(leaves)
+
+
+def unpicklable(leaves: list[Any] | bytes) -> list[Any]:
+    """The opposite of :func:`picklable`."""
+    if isinstance(leaves, bytes):
+        leaves = pickle.loads(leaves)  # noqa: S301 - from a process of our own team
+    return list(leaves)

@@ -1,7 +1,8 @@
 """The mirror: the main process's side of the replicas.
 
-It moves the module's parameters into the arena, so that there is one copy of the weights for all CPU
-devices, sends the module to the helpers, and tells them before each call what the user changed.
+It moves the module's parameters into the arena, so that there is one copy of the weights for all
+CPU devices, sends the module to the helpers, and tells them before each call what the user
+changed.
 """
 
 from __future__ import annotations
@@ -117,8 +118,5 @@ class Mirror:
         helpers = range(1, len(team.devices))
         for device in helpers:
             team.post(device, load)
-        answers = [(device, team.receive(device)) for device in helpers]
-        for device, answer in answers:
-            if isinstance(answer, messages.Failure):
-                raise team.error_of(device, answer)
+        team.collect(helpers)
         self._watch = Watch(module, self.shared)

@@ -24,7 +24,7 @@ from evener.replica import STATE_NAME
 from evener.shares import weights_of
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-_devices = devices  # the function; `devices` below is an argument
+_devices = devices  # the function: in `parallelize` that name is an argument
 
 
 class _State:
@@ -49,8 +49,8 @@ def parallelize(
     """Make a module run on several devices, in place.
 
     The training loop stays as it is: the batch is the whole batch, and outputs, gradients and
-    running statistics are those of one device up to rounding. Helpers start at the first call, and end
-    with :func:`release`, with the module or with the process.
+    running statistics are those of one device up to rounding. Helpers start at the first call, and
+    end with :func:`release`, with the module or with the process.
 
     Args:
         module: any module; optimizers made before or after stay valid.
@@ -106,7 +106,7 @@ def parallelize(
         state.own_forward = vars(module).pop("forward", None)
         state.finalizer = weakref.finalize(module, way.stop)
     setattr(module, STATE_NAME, state)
-    module.__class__ = _parallel_class(plain, is_plain_call=way is None)
+    module.__class__ = _parallel_class(plain, is_plain_call=way is None)  # type: ignore[assignment]
     return module
 
 
@@ -132,7 +132,7 @@ def release(module: ModuleT) -> ModuleT:
     delattr(module, STATE_NAME)
     module.__class__ = state.plain
     if state.own_forward is not None:
-        module.forward = state.own_forward  # type: ignore[method-assign]
+        module.forward = state.own_forward
     return module
 
 
@@ -152,7 +152,10 @@ def _parallel_class(plain: type[nn.Module], *, is_plain_call: bool) -> type[nn.M
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state: _State = vars(self)[STATE_NAME]
-        own = state.own_forward or plain.forward.__get__(self)
+        if type(self) is not parallel:  # a lazy module becomes another class in its first call
+            state.plain = type(self)
+            self.__class__ = _parallel_class(state.plain, is_plain_call=False)
+        own = state.own_forward or state.plain.forward.__get__(self)
         assert state.way is not None  # noqa: S101 - see is_plain_call
         return state.way.call(self, own, args, kwargs)
 

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from evener.batches import Structure, flatten, is_joinable, unflatten
+from evener.batches import is_joinable
+from evener.trees import Structure, flatten, unflatten
 
 
 class Settings(NamedTuple):

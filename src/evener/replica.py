@@ -13,7 +13,6 @@ How a copy follows what the user changes later is told in :mod:`evener.watch`.
 
 from __future__ import annotations
 
-import importlib.machinery
 import io
 import pickle
 import sys
@@ -42,7 +41,7 @@ def private_buffers(module: nn.Module) -> dict[tuple[int, str], Tensor]:
     return {
         (number, name): buffer
         for number, submodule in enumerate(module.modules())
-        for name, buffer in submodule._buffers.items()  # noqa: SLF001 - without duplicates removed
+        for name, buffer in submodule._buffers.items()
         if buffer is not None and not buffer.requires_grad
     }
 
@@ -53,7 +52,7 @@ def shared_tensors(module: nn.Module) -> list[Tensor]:
     Returns:
         Each parameter once, and each buffer that requires a gradient, in the module's order.
     """
-    found = list(module.parameters())
+    found: list[Tensor] = list(module.parameters())
     found.extend(buffer for buffer in module.buffers() if buffer.requires_grad)
     return found
 
@@ -78,7 +77,8 @@ class _Unpickler(pickle.Unpickler):
         self._shared = shared
 
     def persistent_load(self, pid: Any) -> Tensor:
-        return self._shared[pid]
+        number: int = pid
+        return self._shared[number]
 
 
 def to_bytes(obj: Any, shared: Sequence[Tensor], path: str = "") -> bytes:
@@ -193,6 +193,8 @@ def adopt(tensors: Sequence[Tensor], places: Sequence[Place], region: Region) ->
 
 
 def give_back(tensors: Sequence[Tensor]) -> None:
-    """Move tensors out of the arena into memory of their own."""
+    """Move tensors, and their gradients, out of the arena into memory of their own."""
     for tensor in tensors:
         tensor.data = tensor.detach().clone(memory_format=torch.preserve_format)
+        if tensor.grad is not None:
+            tensor.grad = tensor.grad.clone(memory_format=torch.preserve_format)

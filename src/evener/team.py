@@ -51,7 +51,7 @@ main(*json.loads(sys.argv[2]), spin_s=float(sys.argv[3]))
 class _Member:
     """One helper, as the main process sees it."""
 
-    def __init__(self, device: Device, process: subprocess.Popen[bytes], channel: Channel):
+    def __init__(self, device: Device, process: subprocess.Popen[bytes], channel: Channel) -> None:
         self.device = device
         self.process = process
         self.channel = channel
@@ -135,6 +135,18 @@ class Team:
             member.regions.pop(piece).close()
         return reply.message
 
+    def collect(self, devices: Sequence[int]) -> None:
+        """Receive the answers of several devices of which nothing but success is expected.
+
+        Raises:
+            HelperDiedError: as :meth:`receive`.
+            BaseException: what a helper answered with, the first one's, when all have answered.
+        """
+        answers = [(device, self.receive(device)) for device in devices]
+        for device, answer in answers:
+            if isinstance(answer, messages.Failure):
+                raise self.error_of(device, answer)
+
     def settle(self) -> None:
         """Receive what an interrupted call has left unanswered."""
         for i, member in enumerate(self._members, start=1):
@@ -179,7 +191,7 @@ class Team:
                 process = subprocess.Popen(  # noqa: S603 - our own interpreter, our own program
                     [
                         sys.executable,
-                        *subprocess._args_from_interpreter_flags(),  # type: ignore[attr-defined]  # noqa: SLF001 - as multiprocessing does
+                        *subprocess._args_from_interpreter_flags(),  # type: ignore[attr-defined]
                         "-c",
                         _PROGRAM,
                         json.dumps(sys.path),
@@ -243,9 +255,7 @@ class Team:
         ) from None
 
 
-def _cause_of_death(
-    process: subprocess.Popen[bytes], error: Exception, timeout_s: float
-) -> str:
+def _cause_of_death(process: subprocess.Popen[bytes], error: Exception, timeout_s: float) -> str:
     if isinstance(error, TimeoutError):
         return f"did not answer within {timeout_s:g} s"
     try:

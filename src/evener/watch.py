@@ -76,13 +76,13 @@ class Update:
             keys = [
                 (module, name)
                 for module in modules
-                for name, buffer in module._buffers.items()  # noqa: SLF001
+                for name, buffer in module._buffers.items()
                 if buffer is not None and not buffer.requires_grad
             ]
             for number in self.buffers:
                 module, name = keys[number]
                 # A new tensor, not a copy into the old: an earlier call's graph may need that.
-                module._buffers[name] = buffers[number].clone()  # noqa: SLF001
+                module._buffers[name] = buffers[number].clone()
 
 
 class Watch:
@@ -195,7 +195,7 @@ class Watch:
         }
 
     def _attributes_changed(self, update: Update) -> dict[tuple[int, str], Any]:
-        changed = {}
+        changed: dict[tuple[int, str], Any] = {}
         for number, (d, names, values) in enumerate(
             zip(self._dicts, self._names, self._values, strict=True)
         ):
@@ -204,15 +204,14 @@ class Watch:
             changed.update(
                 ((number, name), value)
                 for name, value in d.items()
-                if name not in _INTERNAL
-                and (name not in before or not _same(before[name], value))
+                if name not in _INTERNAL and (name not in before or not _same(before[name], value))
             )
         return changed
 
 
 def _version(tensor: Tensor) -> int:
     """Counts the changes of a tensor in place; an inference tensor does not count: never alike."""
-    return -time.monotonic_ns() if tensor.is_inference() else tensor._version  # noqa: SLF001
+    return -time.monotonic_ns() if tensor.is_inference() else tensor._version
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -2,9 +2,9 @@
 
 Each helper has written its gradients to a region of its own, all regions laid out alike; the main
 process has its own in private memory. With one helper the main process adds its own into the
-helper's region, and that region *is* the sum. With more, the helpers first reduce among themselves,
-each one segment of all regions into the first (a reduce-scatter whose gather costs nothing, since the
-memory is shared), while the main process may still be busy with its own backward::
+helper's region, and that region *is* the sum. With more, the helpers first reduce among
+themselves, each one segment of all regions into the first. (A reduce-scatter; what would be the
+gather costs nothing, since the memory is shared.) ::
 
     region of 1   a1 │ b1 │ c1        helper 1: a1 += a2 += a3
     region of 2   a2 │ b2 │ c2        helper 2: b1 += b2 += b3     all at once
@@ -80,4 +80,4 @@ def add_up(regions: Sequence[Region], segment: Sequence[Place]) -> None:
 def add_own(sums: list[Tensor], own: list[Tensor]) -> None:
     """Add the main process's gradients into tensors over a region, all in one operation."""
     if sums:  # it refuses empty lists
-        torch._foreach_add_(sums, own)  # noqa: SLF001 - what torch.optim itself calls
+        torch._foreach_add_(sums, own)

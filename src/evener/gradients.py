@@ -1,0 +1,233 @@
+"""Gradients: from those of the joined outputs to those of the parameters and inputs.
+
+Each helper writes the gradients of its piece into a region of its own, laid out like the
+parameters; the main process has those of the first device in private memory. What is returned lies
+over the arena: the first helper's region, to which all others are added (see ``exchange.host``).
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from evener import messages
+from evener.arena import Place, Region, moved, put
+from evener.batches import Cut, TensorForm, has_batch
+from evener.exchange import host
+from evener.outputs import joined_in_arena
+from evener.piece import Piece
+from evener.team import Team
+
+
+def cut_gradients(
+    gradients: Sequence[Tensor | None], forms: Sequence[TensorForm], cut: Cut, device: int
+) -> list[Tensor | None]:
+    """The gradients of one device's outputs; that of a mean is weighted as the mean was.
+
+    Args:
+        gradients: those of the joined tensors, or None.
+        forms: the forms of the joined tensors.
+        cut: who has which part of the batch.
+        device: whose part is wanted.
+    """
+    start, stop = cut.parts[device]
+    return [
+        gradient
+        if gradient is None
+        else gradient * ((stop - start) / cut.size)
+        if form.is_mean
+        else gradient[start:stop]
+        for gradient, form in zip(gradients, forms, strict=True)
+    ]
+
+
+def own_gradients(
+    piece: Piece,
+    gradients: Sequence[Tensor | None],
+    trainable: Sequence[Tensor],
+    *,
+    keep_graph: bool,
+) -> list[Tensor | None]:
+    """Run the backward of the main process's piece.
+
+    Args:
+        piece: the piece, after its forward.
+        gradients: those of its outputs, or None.
+        trainable: the shared tensors that require a gradient.
+        keep_graph: whether another backward may follow.
+
+    Returns:
+        The gradients of the piece's inputs, then those of ``trainable``. No ``.grad`` is touched,
+        and no hook of a trainable tensor runs: these are for the full gradient.
+    """
+    wanted = [*piece.inputs, *trainable]
+    outputs, with_gradients = piece.roots(gradients)
+    if not outputs or not wanted:
+        return [None] * len(wanted)
+    with _without_hooks(trainable):
+        return list(
+            torch.autograd.grad(
+                outputs, wanted, with_gradients, retain_graph=keep_graph, allow_unused=True
+            )
+        )
+
+
+@contextmanager
+def _without_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
+    hooked = [(tensor, tensor._backward_hooks) for tensor in tensors if tensor._backward_hooks]
+    for tensor, _ in hooked:
+        tensor._backward_hooks = None
+    try:
+        yield
+    finally:
+        for tensor, hooks in hooked:
+            tensor._backward_hooks = hooks
+
+
+# ------------------------------------------------------------------ of the inputs
+
+
+class InputGradient:
+    """The gradient of one input: each device writes its part of it.
+
+    Args:
+        team: the team.
+        cut: who has which part of the batch.
+        tensor: the input.
+
+    Attributes:
+        places: where each device's part goes.
+    """
+
+    def __init__(self, team: Team, cut: Cut, tensor: Tensor) -> None:
+        self._whole = team.arena.whole
+        self._rows: Tensor | None = None
+        if has_batch(tensor):
+            self._rows, self.places = joined_in_arena(
+                team.arena, cut, tuple(tensor.shape), tensor.dtype
+            )
+        else:  # every device got it: their gradients are added up
+            slots, self._region = put(team.arena, [tensor] * len(cut.parts))
+            self.places = dict(zip(cut.parts, slots, strict=True))
+
+    def join(self, own: Tensor | None, reached: dict[int, bool]) -> Tensor | None:
+        """Join the parts.
+
+        Args:
+            own: the main process's part, or None.
+            reached: for each helper whether it has written a part.
+        """
+        if own is None and not any(reached.values()):
+            return None
+        parts = {device: self._whole.tensor(place) for device, place in self.places.items()}
+        for device, part in parts.items():
+            if device == 0 and own is not None:
+                part.copy_(own)
+            elif not reached.get(device):
+                part.zero_()
+        if self._rows is not None:
+            return self._rows
+        self._region.close()
+        return torch.stack(list(parts.values())).sum(0)
+
+
+# ------------------------------------------------------------------ of the shared tensors
+
+
+class SharedGradients:
+    """The gradients of the shared tensors: one region a helper, added up in the end.
+
+    Args:
+        team: the team.
+        helpers: the devices whose helpers have a piece.
+        layout: the places of the shared tensors from the start of a region.
+        num_bytes: the size of such a region.
+
+    Attributes:
+        regions: the region of each helper.
+    """
+
+    def __init__(
+        self, team: Team, helpers: Sequence[int], layout: Sequence[Place], num_bytes: int
+    ) -> None:
+        self._team = team
+        self._layout = layout
+        self.regions: dict[int, Region] = {
+            device: team.arena.take(num_bytes) for device in helpers
+        }
+
+    def add_up(
+        self,
+        wanted: Sequence[int],
+        own: Sequence[Tensor | None],
+        answers: dict[int, messages.Gradients],
+    ) -> list[Tensor | None]:
+        """Add up the gradients of all devices.
+
+        Args:
+            wanted: the numbers of the tensors that require a gradient.
+            own: their gradients in the main process.
+            answers: what each helper has written.
+
+        Returns:
+            For each wanted tensor its gradient; None where no device has one.
+        """
+        reduced = self._reduce(answers)
+        sums: list[Tensor | None] = []
+        pairs: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for number, mine in zip(wanted, own, strict=True):
+            total: Tensor | None = None
+            for device, answer in answers.items():
+                if answer.present[number] and (total is None or number not in reduced):
+                    theirs = self._tensor(device, number)
+                    total = theirs if total is None else total.add_(theirs)
+                if number in answer.others:
+                    other = pickle.loads(answer.others[number])  # noqa: S301 - our own helper's
+                    total = other if total is None else total + other
+            if total is None or mine is None:
+                total = mine if total is None else total
+            elif total.layout == mine.layout == torch.strided:
+                pairs[0].append(total)
+                pairs[1].append(mine)
+            else:
+                total = total + mine
+            sums.append(total)
+        host.add_own(*pairs)
+        return sums
+
+    def close(self) -> None:
+        """Let the memory be used again, as soon as nobody holds a sum."""
+        for region in self.regions.values():
+            region.close()
+
+    def _tensor(self, device: int, number: int) -> Tensor:
+        region = self.regions[device]
+        (place,) = moved([self._layout[number]], region.offset)
+        return region.tensor(place)
+
+    def _reduce(self, answers: dict[int, messages.Gradients]) -> frozenset[int]:
+        """Let the helpers add up among themselves what all of them have, if that pays.
+
+        Returns:
+            The numbers of the tensors whose sum is now in the first helper's region.
+        """
+        common = [
+            number
+            for number in range(len(self._layout))
+            if all(answer.present[number] for answer in answers.values())
+        ]
+        places = [self._layout[number] for number in common]
+        if len(answers) == 1 or sum(place.num_bytes for place in places) < host.SCATTER_BYTES:
+            return frozenset()
+        spans = [
+            messages.Span(region.offset, region.num_bytes) for region in self.regions.values()
+        ]
+        segments = host.segments(places, len(self.regions))
+        for device, segment in zip(self.regions, segments, strict=True):
+            self._team.post(device, messages.Reduce(spans, segment))
+        self._team.collect(list(self.regions))
+        return frozenset(common)

@@ -1,0 +1,167 @@
+"""Trees: nested tuples, lists, dicts, dataclasses and registered types, apart and together.
+
+A tree is a flat list of leaves and a :class:`Structure`, which puts them together again and can be
+sent to another process. It is torch's own notion (``torch.utils._pytree``), with one addition: a
+dataclass that holds tensors is taken apart without having been registered.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import cloudpickle
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What is left of a tree without its leaves.
+
+    Attributes:
+        spec: torch's own, in which a dataclass is one leaf.
+        records: for each leaf of ``spec`` the form of the dataclass there, or None; empty where
+            there is no dataclass.
+    """
+
+    spec: Any
+    records: tuple[Record | None, ...] = ()
+
+
+@dataclass(frozen=True)
+class Record:
+    """The form of a dataclass instance: its class, its fields, and the structure below them."""
+
+    kind: type
+    names: tuple[str, ...]
+    below: Structure
+    num_leaves: int
+
+
+def flatten(tree: Any) -> tuple[list[Any], Structure]:
+    """Take a tree apart.
+
+    A dataclass instance that holds a tensor somewhere is taken apart as well, although torch takes
+    it for a leaf; one without a tensor stays a leaf, for it may be anything.
+
+    Example:
+        >>> leaves, structure = flatten({"a": 1, "b": (2, 3)})
+        >>> leaves
+        [1, 2, 3]
+        >>> unflatten(structure, [leaf * 10 for leaf in leaves])
+        {'a': 10, 'b': (20, 30)}
+    """
+    leaves, spec = pytree.tree_flatten(tree)
+    if not any(_is_record(leaf) for leaf in leaves):
+        return leaves, Structure(spec)
+    flat: list[Any] = []
+    records: list[Record | None] = []
+    for leaf in leaves:
+        if _is_record(leaf):
+            names = tuple(f.name for f in fields(leaf) if hasattr(leaf, f.name))
+            inner, below = flatten([getattr(leaf, name) for name in names])
+            if any(isinstance(value, Tensor) for value in inner):
+                records.append(Record(type(leaf), names, below, len(inner)))
+                flat.extend(inner)
+                continue
+        records.append(None)
+        flat.append(leaf)
+    return flat, Structure(spec, tuple(records))
+
+
+def unflatten(structure: Structure, leaves: Iterable[Any]) -> Any:
+    """Put a tree together; the opposite of :func:`flatten`."""
+    if not structure.records:
+        return pytree.tree_unflatten(leaves, structure.spec)
+    rest = iter(leaves)
+    outer: list[Any] = []
+    for record in structure.records:
+        if record is None:
+            outer.append(next(rest))
+            continue
+        values = unflatten(record.below, [next(rest) for _ in range(record.num_leaves)])
+        # Not through __init__: it may take other arguments, and __post_init__ has run already.
+        instance: Any = object.__new__(record.kind)
+        for name, value in zip(record.names, values, strict=True):
+            object.__setattr__(instance, name, value)
+        outer.append(instance)
+    return pytree.tree_unflatten(outer, structure.spec)
+
+
+def structure_to_bytes(structure: Structure) -> bytes:
+    """Pickle a structure, together with what this process knows of the node types in it.
+
+    A user's own type that was registered with ``torch.utils._pytree`` in the main program is not
+    registered in another process until it is told how.
+    """
+    plain = _encode(structure)
+    known = {
+        kind: (node.flatten_fn, node.unflatten_fn)
+        for kind in _kinds(plain)
+        if (node := pytree.SUPPORTED_NODES.get(kind)) is not None
+        and kind.__module__ not in ("builtins", "collections")
+    }
+    data: bytes = cloudpickle.dumps((list(known.items()), plain))
+    return data
+
+
+def structure_from_bytes(data: bytes) -> Structure:
+    """The opposite of :func:`structure_to_bytes`; registers what is not registered here."""
+    known, plain = pickle.loads(data)  # noqa: S301 - from a process of our own team
+    for kind, (flatten_fn, unflatten_fn) in known:
+        if kind not in pytree.SUPPORTED_NODES:
+            pytree.register_pytree_node(kind, flatten_fn, unflatten_fn)
+    return _decode(plain)
+
+
+# torch's specs are not made to be pickled; as nested tuples they are, in every version.
+
+
+def _encode(structure: Structure) -> Any:
+    def spec(node: Any) -> Any:
+        if node.type is None:
+            return None
+        # Up to torch 2.8 the children are an attribute.
+        children = node.children() if hasattr(node, "children") else node.children_specs
+        return (node.type, node.context, [spec(child) for child in children])
+
+    return spec(structure.spec), [
+        record and (record.kind, record.names, _encode(record.below), record.num_leaves)
+        for record in structure.records
+    ]
+
+
+def _decode(plain: Any) -> Structure:
+    def spec(node: Any) -> Any:
+        if node is None:
+            return pytree.tree_flatten(0)[1]
+        kind, context, children = node
+        return pytree.TreeSpec(kind, context, [spec(child) for child in children])
+
+    return Structure(
+        spec(plain[0]),
+        tuple(
+            record and Record(record[0], record[1], _decode(record[2]), record[3])
+            for record in plain[1]
+        ),
+    )
+
+
+def _kinds(plain: Any) -> Iterator[type]:
+    def below(node: Any) -> Iterator[type]:
+        if node is not None:
+            yield node[0]
+            for child in node[2]:
+                yield from below(child)
+
+    yield from below(plain[0])
+    for record in plain[1]:
+        if record is not None:
+            yield from _kinds(record[2])
+
+
+def _is_record(leaf: Any) -> bool:
+    return is_dataclass(leaf) and not isinstance(leaf, type)
