@@ -1,8 +1,8 @@
 """A channel: messages between the main process and one helper.
 
 A pair of connected sockets that only these two processes hold: no port, no name, nothing for
-others to open. A message is a pickle behind its length in bytes. Waiting costs little, because it begins
-with looking again and again (microseconds) before it sleeps (a wake-up takes up to 0.3 ms)::
+others to open. A message is a pickle behind its length in bytes. Waiting costs little, because it
+begins with looking again and again (microseconds) before it sleeps (a wake-up takes 0.3 ms)::
 
     wait ─► look, yield the core, look ... for spin_s ─► sleep until a message or a death
 

@@ -120,9 +120,11 @@ class DataWay:
             return
         with self._lock:
             if self._run is not None:
-                self._run.mirror.dissolve()
-                self._run.team.stop()
-                self._run = None
+                run, self._run = self._run, None
+                try:
+                    run.mirror.dissolve()
+                finally:
+                    run.team.stop()
             if self._num_threads is not None:
                 torch.set_num_threads(self._num_threads)
                 self._num_threads = None

@@ -22,7 +22,6 @@ from types import ModuleType
 from typing import Any
 
 import cloudpickle
-import torch
 from torch import Tensor, nn
 
 from evener.arena import Place, Region
@@ -195,6 +194,6 @@ def adopt(tensors: Sequence[Tensor], places: Sequence[Place], region: Region) ->
 def give_back(tensors: Sequence[Tensor]) -> None:
     """Move tensors, and their gradients, out of the arena into memory of their own."""
     for tensor in tensors:
-        tensor.data = tensor.detach().clone(memory_format=torch.preserve_format)
+        tensor.data = tensor.detach().clone()
         if tensor.grad is not None:
-            tensor.grad = tensor.grad.clone(memory_format=torch.preserve_format)
+            tensor.grad = tensor.grad.clone()
