@@ -33,8 +33,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from evener.devices import memory_limit_bytes
 from evener.errors import ArenaError
+from evener.topology import memory_limit_bytes
 
 #: Tensors begin at a multiple of a cache line, which is also enough for every vector instruction.
 ALIGN_BYTES = 64
