@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from evener.topology import (
     MAX_GROUPS,
     Core,
+    _parse_ranges,
     cpu_name,
     cpu_quota,
     group_cores,
