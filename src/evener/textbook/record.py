@@ -57,7 +57,7 @@ class Settings:
         SettingsError: if a number is out of its range or ``init`` is neither of the two.
     """
 
-    epochs: int = 8
+    epochs: int = 6
     batch_size: int = 64
     lr: float = 0.01
     momentum: float = 0.9

@@ -1,0 +1,93 @@
+import importlib.util
+import io
+import json
+import math
+
+import pytest
+from rich.console import Console
+
+from evener.devices import Device
+from evener.textbook import comparison
+from evener.textbook.record import Epoch, Run, Step
+
+DEVICES = tuple(Device("cpu", i, (i,), 1024, "a CPU") for i in range(2))
+
+
+def made(devices, epoch_s, losses, *, accuracy=0.8, uses_batch_norm=True):
+    steps = [Step(i * epoch_s, loss, 100, 100 / epoch_s) for i, loss in enumerate(losses, 1)]
+    epochs = [Epoch(i, epoch_s, 100 / epoch_s, accuracy) for i in range(1, len(losses) + 1)]
+    return Run(tuple(devices), 1.25, uses_batch_norm, steps, epochs)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def first_plot(tmp_path_factory):
+    """The first plot of a process opens files of fonts, which matplotlib keeps open."""
+    if importlib.util.find_spec("matplotlib"):
+        run = made(DEVICES[:1], 4.0, [2.5])
+        comparison.plot([run], tmp_path_factory.mktemp("plot") / "loss.png")
+
+
+@pytest.fixture
+def runs():
+    return [made(DEVICES[:1], 4.0, [2.5, 1.0]), made(DEVICES, 2.5, [2.5, 1.25], accuracy=0.75)]
+
+
+def shown(runs):
+    console = Console(file=io.StringIO(), width=120)
+    console.print(comparison.table(runs))
+    return [
+        [cell.strip() for cell in line.strip("│┃ ").replace("┃", "│").split("│")]
+        for line in console.file.getvalue().splitlines()
+        if "│" in line or "┃" in line
+    ]
+
+
+def test_the_table(runs):
+    assert shown(runs) == [
+        ["devices", "sec/epoch", "images/sec", "speed-up", "test acc", "largest loss difference"],
+        ["cpu:0", "4.00", "25", "-", "0.800", "-"],
+        ["cpu:0 + cpu:1", "2.50", "40", "1.60", "0.750", "2.5e-01"],
+    ]
+
+
+def test_the_table_of_one_run(runs):
+    assert shown(runs[1:])[1:] == [["cpu:0 + cpu:1", "2.50", "40", "-", "0.750", "-"]]
+
+
+def test_the_notes_say_what_the_table_does_not(runs):
+    notes = " ".join(comparison.notes(runs))
+    assert "median" in notes
+    assert "Starting the helpers took 1.2 sec" in notes
+    assert "same step" in notes
+    assert "batch norm" in notes
+
+
+def test_no_note_without_its_reason(runs):
+    without = [made(DEVICES[:1], 4.0, [2.5]), made(DEVICES, 2.5, [2.5], uses_batch_norm=False)]
+    assert "batch norm" not in " ".join(comparison.notes(without))
+    alone = " ".join(comparison.notes(runs[:1]))
+    assert "batch norm" not in alone
+    assert "helpers" not in alone
+    assert "difference" not in alone
+
+
+def test_as_json(runs):
+    report = json.loads(json.dumps(comparison.as_json(runs), allow_nan=False))
+    assert report["speedup"] == 1.6
+    assert report["largest_loss_difference"] == 0.25
+    assert [len(run["devices"]) for run in report["runs"]] == [1, 2]
+    alone = comparison.as_json(runs[:1])
+    assert (alone["speedup"], alone["largest_loss_difference"]) == (None, None)
+
+
+def test_as_json_of_a_diverged_run(runs):
+    report = comparison.as_json([runs[0], made(DEVICES, 2.5, [2.5, math.nan])])
+    assert report["largest_loss_difference"] is None
+    assert "NaN" not in json.dumps(report, allow_nan=False)
+
+
+def test_the_plot_is_a_png_and_leaves_pyplot_alone(runs, tmp_path):
+    pytest.importorskip("matplotlib")
+    comparison.plot(runs, tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    comparison.plot([made(DEVICES[:1], 4.0, [math.nan, math.nan])], tmp_path / "nan.png")
