@@ -19,13 +19,15 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from evener import allocator
 from evener.batches import Batch, Cut
 from evener.call import Call, Run
 from evener.devices import Device
@@ -54,6 +56,7 @@ class DataWay:
         self._lock = threading.RLock()
         self._run: Run | None = None
         self._num_threads: int | None = None  # the user's, while a team runs
+        self._keeps_memory = False
         self._inside: int | None = None  # the thread in which the first device's piece runs
         self._seed = (0, 0)  # the torch seed, and the number of calls since it was set
 
@@ -78,19 +81,20 @@ class DataWay:
         if (
             self._inside == threading.get_ident()  # the module calls itself
             or os.getpid() != self._main_pid  # a process that the user forked
-            or any(is_lazy(parameter) for parameter in module.parameters())
+            or (self._run is None and any(map(is_lazy, module.parameters())))
         ):
             return forward(*args, **kwargs)
         batch = Batch(args, kwargs)
         if batch.size is None:  # nothing to cut
             return forward(*args, **kwargs)
-        with self._lock:
+        with self._lock, ExitStack() as stack:
             seeds = self._next_seeds()
             shares = share_out(batch.size, self._weights)
             if sum(shares[1:]) == 0:
                 with seeded(seeds[0]):
                     return forward(*args, **kwargs)
             run = self._ready(module)
+            stack.enter_context(self._on_own_cores())
             run.team.settle()
             call = Call(run, module, self._marked(forward), batch, Cut(shares), seeds=seeds)
             settings = Settings.current()
@@ -109,7 +113,7 @@ class DataWay:
         self, call: Call, gradients: Sequence[Tensor | None], *, keep_graph: bool
     ) -> list[Tensor | None]:
         """Run the backward of a call; see :meth:`Call.backward`."""
-        with self._lock:
+        with self._lock, self._on_own_cores():
             if self._run is not None and self._run.team.is_running:
                 self._run.team.settle()
             return call.backward(gradients, keep_graph=keep_graph)
@@ -128,6 +132,9 @@ class DataWay:
             if self._num_threads is not None:
                 torch.set_num_threads(self._num_threads)
                 self._num_threads = None
+            if self._keeps_memory:
+                allocator.return_memory()
+                self._keeps_memory = False
 
     def _ready(self, module: nn.Module) -> Run:
         """The running team; a new one at the first call, and after a helper's death."""
@@ -141,6 +148,7 @@ class DataWay:
             except BaseException:
                 team.stop()
                 raise
+            self._keeps_memory = allocator.keep_memory()
         # One thread for each core of the first device; the other cores belong to the helpers.
         num_threads = len(self._devices[0].cores)
         if torch.get_num_threads() != num_threads:
@@ -148,6 +156,22 @@ class DataWay:
                 self._num_threads = torch.get_num_threads()
             torch.set_num_threads(num_threads)
         return self._run
+
+    @contextmanager
+    def _on_own_cores(self) -> Iterator[None]:
+        """Keep this thread on the first device's cores, for the time of a call.
+
+        Only for that time: a process that the user starts in between, such as a data loader's
+        worker, inherits where its parent may run.
+        """
+        before = os.sched_getaffinity(0)
+        with suppress(OSError):  # pinning may be forbidden: slower, not wrong
+            os.sched_setaffinity(0, self._devices[0].cores)
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                os.sched_setaffinity(0, before)
 
     def _marked(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """The module's forward, with a mark for the time in which it runs."""

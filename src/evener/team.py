@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from evener import messages
+from evener import allocator, messages
 from evener.arena import Arena, Region
 from evener.channel import Channel, ChannelClosedError
 from evener.devices import Device
@@ -278,4 +278,5 @@ def _environment(device: Device) -> dict[str, str]:
     return {
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
+        **allocator.helper_environment(),
     }
