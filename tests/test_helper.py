@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -97,6 +98,7 @@ class Scene:
 def scene() -> Iterator[Scene]:
     made = Scene()
     yield made
+    gc.unfreeze()
     made.arena.close()
     # The parameters' hooks hold the helper, which holds the parameters; in a helper process that
     # does not matter.

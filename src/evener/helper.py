@@ -10,6 +10,7 @@ for the main process's descriptor, even while the user's module computes.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import pickle
 import random
@@ -58,6 +59,7 @@ class Helper:
         self._shared: list[Tensor] = []
         self._layout: list[Place] = []
         self._buffers: list[Tensor] = []
+        self._is_seeded = False
         # The pieces, and the regions of their inputs until nothing reads them any more.
         self._pieces: dict[int, Piece] = {}
         self._regions: dict[int, Region] = {}
@@ -113,6 +115,9 @@ class Helper:
         self._buffers = [self._whole.tensor(place) for place in message.buffers]
         self._module = from_bytes(message.module, self._shared)
         self._modules = list(self._module.modules())
+        self._is_seeded = False
+        # What is there now will stay: the garbage collector need not look at it again and again.
+        gc.freeze()
         return messages.Done()
 
     def _follow(self, message: messages.Follow) -> messages.Done:
@@ -134,7 +139,9 @@ class Helper:
             wanted = [isinstance(leaf, messages.Input) and leaf.wanted for leaf in leaves]
             grad = message.settings.grad
             piece = Piece(inputs, wanted, self._structure, message.seed, grad=grad)
-            _seed_others(message.seed)
+            if not self._is_seeded:
+                _seed_others(message.seed)
+                self._is_seeded = True
             structure = piece.forward(self._module.forward)
         if message.lead:
             own = private_buffers(self._module).values()
@@ -227,7 +234,11 @@ def _output(leaf: Any) -> Any:
 
 
 def _seed_others(seed: int) -> None:
-    """Seed the generators that are not torch's; in a helper they are nobody else's."""
+    """Seed the generators that are not torch's; in a helper they are nobody else's.
+
+    Once for a replica, not for each piece: it takes longer than the rest of a small piece's
+    preparation.
+    """
     random.seed(seed)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
