@@ -7,6 +7,8 @@ import enum
 import inspect
 import pickle
 import re
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -131,3 +133,22 @@ def test_functions_and_classes_made_on_the_way_travel_too() -> None:
     assert double(4) == 8
     assert kind.value == 3
     assert number.item() == 5
+
+
+def test_leaves_of_kinds_that_another_interpreter_cannot_import_arrive(
+    made_module: Callable[[str], ModuleType], run_python: Callable[..., str]
+) -> None:
+    module = made_module("class Options:\n    rate = 0.5\n\ndef double(x): return x * 2\n")
+    packed = picklable([module.Options(), module.double])
+
+    assert isinstance(packed, bytes)
+    printed = run_python(
+        """
+import sys
+from evener.messages import unpicklable
+options, double = unpicklable(bytes.fromhex(sys.argv[1]))
+print(double(options.rate))
+""",
+        packed.hex(),
+    )
+    assert printed == "1.0\n"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import abc
+import codecs
 import importlib.util
 import io
+import os
 import sys
 import tempfile
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -327,22 +331,10 @@ loaded = from_bytes(open(sys.argv[1], "rb").read(), [weight])
 """
 
 
-def load_source(name: str, path: Path, source: str = SOURCE) -> ModuleType:
-    path.write_text(source)
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture
-def by_path(tmp_path: Path) -> Iterator[ModuleType]:
+def by_path(made_module: Callable[[str], ModuleType]) -> ModuleType:
     """A module that no other interpreter can import."""
-    yield load_source("the_users_own_file", tmp_path / "own.py")
-    del sys.modules["the_users_own_file"]
+    return made_module(SOURCE)
 
 
 def loaded_elsewhere(
@@ -396,30 +388,77 @@ def test_an_attribute_of_such_a_class_arrives_in_a_layer_of_torch(
     assert printed == "Options(mode=<Mode.ADD: 1>)"
 
 
-def test_a_module_loaded_by_path_under_the_name_of_another_is_not_mistaken_for_it(
-    tmp_path: Path, run_python: Callable[..., str]
+def test_a_module_under_the_name_of_another_is_not_mistaken_for_it(
+    made_module: Callable[[str], ModuleType],
+    tmp_path: Path,
+    run_python: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`model.py` here, and another `model.py` on the path of the interpreter."""
-    before = sys.modules.get("colorsys")
-    own = load_source("colorsys", tmp_path / "colorsys.py")
-    try:
-        module = own.Model()
-        data = to_bytes(module, shared_tensors(module))
-    finally:
-        del sys.modules["colorsys"]
-        if before is not None:
-            sys.modules["colorsys"] = before
+    """`colorsys.py` of the user's here, and another one on the path of the interpreter."""
+    source = made_module(SOURCE).__file__
+    spec = importlib.util.spec_from_file_location("colorsys", source)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "colorsys", module)
+    spec.loader.exec_module(module)
+    model = module.Model()
 
-    printed = loaded_elsewhere(data, tmp_path, run_python, "print(loaded(torch.ones(2)).tolist())")
+    printed = loaded_elsewhere(
+        to_bytes(model, shared_tensors(model)),
+        tmp_path,
+        run_python,
+        "print(loaded(torch.ones(2)).tolist())",
+    )
 
     assert printed == "[4.0, 5.0]"
 
 
-def test_what_can_be_imported_travels_by_name() -> None:
-    data = to_bytes(nn.Linear(2, 2), [])
+@pytest.mark.parametrize(
+    "importable",
+    [
+        nn.Linear,
+        torch.tanh,
+        torch.optim.SGD,
+        nn.functional.relu,
+        OrderedDict,
+        pytest.Item,
+        to_bytes,
+        # Modules that the interpreter has inside of it, or under two names.
+        abc.ABCMeta,
+        abc.ABC,
+        Callable,
+        codecs.StreamReader,
+        os.path.join,
+        os.getcwd,
+        importlib.util.find_spec,
+    ],
+    ids=str,
+)
+def test_what_can_be_imported_travels_by_name(importable: Any) -> None:
+    assert len(to_bytes(importable, [])) < 100
 
-    assert b"torch.nn.modules.linear" in data
-    assert len(data) < len(to_bytes(Tied(), []))
+
+def test_an_abstract_class_arrives_as_one(tmp_path: Path, run_python: Callable[..., str]) -> None:
+    class Abstract(nn.Module, abc.ABC):
+        @abc.abstractmethod
+        def scale(self) -> float: ...
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.scale()
+
+    class Concrete(Abstract):
+        def scale(self) -> float:
+            return 2.0
+
+    printed = loaded_elsewhere(
+        to_bytes(Concrete(), []),
+        tmp_path,
+        run_python,
+        "import abc; print(loaded(torch.ones(1)).item(), type(type(loaded)) is abc.ABCMeta)",
+    )
+
+    assert printed == "2.0 True"
 
 
 def test_a_class_made_in_a_function_arrives(

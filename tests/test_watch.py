@@ -56,6 +56,7 @@ class Outer(nn.Module):
         self.items = [1, 2]
         self.table: dict[str, Any] = {"a": 1, "b": [1]}
         self.names = {"x", "y"}
+        self.pair = (1, 2)
         self.tensor = torch.zeros(2)
         self.array = np.zeros(2)
         self.naive: Any = None
@@ -238,8 +239,12 @@ CHANGES: dict[str, Callable[[Outer], Any]] = {
     "list item set": lambda m: m.items.__setitem__(0, 5),
     "list item set to an equal float": lambda m: m.items.__setitem__(0, 1.0),
     "list replaced": lambda m: setattr(m, "items", [7]),
+    "list replaced by an equal one of floats": lambda m: setattr(m, "items", [1.0, 2.0]),
     "list becomes a tuple": lambda m: setattr(m, "items", (1, 2)),
     "dict item set": lambda m: m.table.__setitem__("a", 2),
+    "dict item set to an equal float": lambda m: m.table.__setitem__("a", 1.0),
+    "dict replaced by an equal one of floats": lambda m: setattr(m, "table", {"a": 1.0, "b": [1]}),
+    "tuple replaced by an equal one of floats": lambda m: setattr(m, "pair", (1.0, 2)),
     "dict item added": lambda m: m.table.__setitem__("c", None),
     "dict item removed": lambda m: m.table.pop("a"),
     "dict item replaced by a list": lambda m: m.table.__setitem__("b", [2]),

@@ -107,10 +107,11 @@ class Region:
         count = math.prod(place.shape)
         if count == 0:
             return torch.empty_strided(place.shape, place.stride, dtype=place.dtype)
-        flat = torch.frombuffer(
+        tensor = torch.frombuffer(
             self._memory, dtype=place.dtype, count=count, offset=place.offset - self.offset
         )
-        return flat.as_strided(place.shape, place.stride)
+        # Not as a view: autograd forbids some changes in place of a view.
+        return tensor.set_(tensor.untyped_storage(), 0, place.shape, place.stride)
 
     @property
     def in_use(self) -> bool:
@@ -141,7 +142,12 @@ class Arena:
             self.fd, self._mapping = _reserve()
         else:
             self.fd = fd
-            self._mapping = mmap.mmap(fd, 0)
+            try:
+                self._mapping = mmap.mmap(fd, 0)
+            except OSError as error:
+                raise ArenaError(
+                    f"the team's shared memory could not be mapped ({error}); see `ulimit -v`"
+                ) from error
         self.size_bytes = len(self._mapping)
         self._free: list[tuple[int, int]] = [(0, self.size_bytes)]  # (offset, bytes), sorted
         self._taken: list[Region] = []

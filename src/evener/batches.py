@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+import cloudpickle
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -169,8 +170,8 @@ def check_outputs(
     for (other_structure, other_leaves), label in zip(outputs[1:], labels[1:], strict=True):
         if other_structure != structure or len(other_leaves) != len(leaves):
             raise BatchError(
-                f"the outputs of the devices differ in structure: {structure.spec} on "
-                f"{labels[0]}, {other_structure.spec} on {label}; a parallel module must return "
+                f"the outputs of the devices differ in structure: {structure} on "
+                f"{labels[0]}, {other_structure} on {label}; a parallel module must return "
                 "the same structure for every part of a batch"
             )
     for i, first in enumerate(leaves):
@@ -210,7 +211,15 @@ def _check_tensor(
 def _agree(one: Any, other: Any) -> bool:
     if one is other:
         return True
-    try:
-        return type(one) is type(other) and bool(one == other)
-    except (RuntimeError, ValueError, TypeError):  # an == that gives no truth value
+    if type(one) is not type(other):
         return False
+    try:
+        if bool(one == other):
+            return True
+    except Exception:  # noqa: BLE001, S110 - whatever a user's == does; numpy's gives an array
+        pass
+    try:  # not-a-numbers, arrays and objects without an == of their own
+        data: bool = cloudpickle.dumps(one) == cloudpickle.dumps(other)
+    except Exception:  # noqa: BLE001 - what cannot be told equal is not
+        return False
+    return data

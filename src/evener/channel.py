@@ -87,7 +87,11 @@ class Channel:
             message = self._take()
             if message is not None:
                 return message[0]
-            if self._poll.poll(0):
+            ready = self._poll.poll(0)
+            if ready:
+                # Only once the socket has no more is it believed that the other has ended.
+                if all(fd != self._socket.fileno() for fd, _ in ready):
+                    raise ChannelClosedError
                 self._read()
                 continue
             now = time.monotonic()
@@ -113,17 +117,14 @@ class Channel:
         (length,) = _LENGTH.unpack_from(self._received)
         if len(self._received) < start + length:
             return None
-        with memoryview(self._received) as view:
-            message = pickle.loads(view[start : start + length])  # noqa: S301 - our own process
+        data = bytes(memoryview(self._received)[start : start + length])
         del self._received[: start + length]
-        return (message,)
+        return (pickle.loads(data),)  # noqa: S301 - from a process of our own team
 
     def _read(self) -> None:
-        """Take what the socket has; only once that is all, believe that the other has ended."""
+        """Take what the socket has."""
         try:
-            num_bytes = self._socket.recv_into(self._chunk, 0, socket.MSG_DONTWAIT)
-        except BlockingIOError:  # the process descriptor, not the socket
-            raise ChannelClosedError from None
+            num_bytes = self._socket.recv_into(self._chunk)
         except ConnectionResetError as error:
             raise ChannelClosedError from error
         if not num_bytes:

@@ -56,7 +56,7 @@ class Settings(NamedTuple):
         if torch.get_default_dtype() != self.default_dtype:
             torch.set_default_dtype(self.default_dtype)
         on, only_warn = self.deterministic
-        if torch.are_deterministic_algorithms_enabled() != on:
+        if Settings.current().deterministic != self.deterministic:
             torch.use_deterministic_algorithms(on, warn_only=only_warn)
         with ExitStack() as stack:
             if self.inference:
@@ -133,7 +133,13 @@ class Piece:
             The structure of the outputs; their leaves are in ``outputs``.
         """
         with torch.set_grad_enabled(self.grad), seeded(self._seed):
-            args, kwargs = unflatten(self._structure, self._leaves)
+            leaves = [
+                _Given.apply(leaf)  # type: ignore[no-untyped-call]
+                if isinstance(leaf, Tensor) and leaf.requires_grad
+                else leaf
+                for leaf in self._leaves
+            ]
+            args, kwargs = unflatten(self._structure, leaves)
             self.outputs, structure = flatten(function(*args, **kwargs))
         return structure
 
@@ -158,3 +164,20 @@ class Piece:
             if gradient is not None and tensor.requires_grad
         ]
         return [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs]
+
+
+class _Given(torch.autograd.Function):
+    """The same memory as a tensor that is no leaf.
+
+    A module may change its input in place if that was computed; a leaf that requires a gradient
+    may not be changed, and neither may a view of one.
+    """
+
+    @staticmethod
+    def forward(_ctx: Any, leaf: Tensor) -> Tensor:
+        alias = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
+        return alias.set_(leaf.untyped_storage(), leaf.storage_offset(), leaf.shape, leaf.stride())
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient

@@ -14,15 +14,17 @@ How a copy follows what the user changes later is told in :mod:`evener.watch`.
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from types import ModuleType
+from collections.abc import Sequence
+from types import FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
+import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from evener.arena import Place, Region
 from evener.errors import ModuleError
@@ -65,9 +67,33 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(self, file: io.BytesIO, shared: dict[int, int]) -> None:
         super().__init__(file, protocol=5)
         self._shared = shared
+        self.by_value: list[ModuleType] = []
 
     def persistent_id(self, obj: Any) -> int | None:
         return self._shared.get(id(obj)) if isinstance(obj, Tensor) else None
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, nn.Module) and is_parametrized(obj):
+            # Its class forbids pickles, for a file would outlive the class; ours lives as long.
+            state = vars(obj).get(STATE_NAME)
+            attributes = {name: v for name, v in vars(obj).items() if name != STATE_NAME}
+            kind = type(obj) if state is None else state.plain
+            return object.__new__, (kind,), attributes
+        if isinstance(obj, (type, FunctionType)):
+            self._send_by_value_unless_importable(obj)
+        return super().reducer_override(obj)
+
+    def _send_by_value_unless_importable(self, obj: Any) -> None:
+        """Send by value what is in a module that another interpreter would not find.
+
+        cloudpickle does so for ``__main__`` alone. A test file that pytest loaded from its path,
+        or a module that a program made, can be imported nowhere else either.
+        """
+        module = sys.modules.get(getattr(obj, "__module__", None) or "")
+        known = {"__main__", *cloudpickle.list_registry_pickle_by_value()}
+        if module is not None and module.__name__ not in known and not _is_importable(module):
+            cloudpickle.register_pickle_by_value(module)
+            self.by_value.append(module)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -93,8 +119,7 @@ def to_bytes(obj: Any, shared: Sequence[Tensor], path: str = "") -> bytes:
     """
     numbers = {id(tensor): i for i, tensor in enumerate(shared)}
     try:
-        with _unimportable_by_value(obj):
-            return _dumps(obj, numbers)
+        return _dumps(obj, numbers)
     except Exception as error:
         where, what = _culprit(obj, numbers, path)
         raise ModuleError(
@@ -110,74 +135,82 @@ def from_bytes(data: bytes, shared: Sequence[Tensor]) -> Any:
 
 def _dumps(obj: Any, numbers: dict[int, int]) -> bytes:
     file = io.BytesIO()
-    _Pickler(file, numbers).dump(obj)
+    pickler = _Pickler(file, numbers)
+    try:
+        pickler.dump(obj)
+    finally:
+        for module in pickler.by_value:
+            cloudpickle.unregister_pickle_by_value(module)
     return file.getvalue()
 
 
 def _culprit(obj: Any, numbers: dict[int, int], path: str) -> tuple[str, Any]:
-    """Go down to the attribute that fails by itself."""
-    if isinstance(obj, nn.Module):
-        parts = [(f"{path}.{name}", child) for name, child in obj.named_children()]
-        parts += [
-            (f"{path}.{name}", value)
-            for name, value in vars(obj).items()
-            if name not in ("_modules", STATE_NAME)
-        ]
-    elif isinstance(obj, dict):
-        parts = [(f"{path}[{key!r}]", value) for key, value in obj.items()]
-    elif isinstance(obj, (list, tuple)):
-        parts = [(f"{path}[{i}]", value) for i, value in enumerate(obj)]
-    else:
-        parts = [(f"{path}.{name}", value) for name, value in getattr(obj, "__dict__", {}).items()]
-    for part_path, part in parts:
-        try:
-            _dumps(part, numbers)
-        except Exception:  # noqa: BLE001 - whatever fails is what is looked for
-            return _culprit(part, numbers, part_path)
-    return path.lstrip(".") or type(obj).__name__, obj
+    """Find the nearest part that fails although none of its own parts does."""
+    seen = {id(obj)}
+    level = [(path, obj)]
+    found = (path, obj)
+    while level:
+        below: list[tuple[str, Any]] = []
+        for part_path, part in level:
+            failing = [
+                (name, inner) for name, inner in _parts(part, part_path) if _fails(inner, numbers)
+            ]
+            if not failing and part is not obj:
+                return part_path.lstrip("."), part
+            below += [(name, inner) for name, inner in failing if id(inner) not in seen]
+            seen.update(id(inner) for _, inner in failing)
+        level = below
+        found = level[0] if level else found
+    return found[0].lstrip(".") or type(obj).__name__, found[1]
 
 
-@contextmanager
-def _unimportable_by_value(obj: Any) -> Iterator[None]:
-    """Send classes by value whose module another interpreter would not find.
+def _parts(obj: Any, path: str) -> list[tuple[str, Any]]:
+    if isinstance(obj, dict):
+        return [(f"{path}[{key!r}]", value) for key, value in obj.items()]
+    if isinstance(obj, (list, tuple, set)):
+        return [(f"{path}[{i}]", value) for i, value in enumerate(obj)]
+    attributes = getattr(obj, "__dict__", {})
+    if not isinstance(obj, nn.Module):
+        return [(f"{path}.{name}", value) for name, value in attributes.items()]
+    parts = [
+        (f"{path}.{name}", value)
+        for name, value in attributes.items()
+        if name not in ("_modules", STATE_NAME)
+    ]
+    return parts + [(f"{path}.{name}", child) for name, child in obj.named_children()]
 
-    cloudpickle does so for ``__main__`` alone. A test file that pytest loaded from its path, or a
-    module that a program made, can be imported nowhere else either.
-    """
-    modules = obj.modules() if isinstance(obj, nn.Module) else ()
-    names = {cls.__module__ for m in modules for cls in type(m).__mro__}
-    registered: list[ModuleType] = []
-    for name in names:
-        module = sys.modules.get(name)
-        if module is None or name == "__main__" or _importable(name):
-            continue
-        if name not in cloudpickle.list_registry_pickle_by_value():
-            cloudpickle.register_pickle_by_value(module)
-            registered.append(module)
+
+def _fails(obj: Any, numbers: dict[int, int]) -> bool:
     try:
-        yield
-    finally:
-        for module in registered:
-            cloudpickle.unregister_pickle_by_value(module)
+        _dumps(obj, numbers)
+    except Exception:  # noqa: BLE001 - whatever fails is what is looked for
+        return True
+    return False
 
 
-def _importable(name: str) -> bool:
-    top = name.partition(".")[0]
-    if top in sys.builtin_module_names or top in sys.stdlib_module_names or top == "torch":
+def _is_importable(module: ModuleType) -> bool:
+    """Whether another interpreter with our search path finds this very module by its name."""
+    name = module.__name__
+    if name.partition(".")[0] in ("torch", "evener") or name in sys.builtin_module_names:
         return True
     # A submodule is looked for where its package is; a package that is loaded tells where.
-    parent, _, _ = name.rpartition(".")
-    path = getattr(sys.modules.get(parent), "__path__", None) if parent else None
-    if parent and (path is None or not _importable(parent)):
+    parent = sys.modules.get(name.rpartition(".")[0])
+    if "." in name and (parent is None or not _is_importable(parent)):
         return False
+    path = getattr(parent, "__path__", None) if "." in name else None
     try:
-        return any(
-            finder.find_spec(name, path) is not None
-            for finder in sys.meta_path
-            if hasattr(finder, "find_spec")
-        )
-    except (ImportError, ValueError):
+        specs = [finder.find_spec(name, path) for finder in sys.meta_path]
+    except Exception:  # noqa: BLE001 - finders of other libraries do as they like
         return False
+    spec = next((spec for spec in specs if spec is not None), None)
+    if spec is None:
+        return False
+    origin = getattr(module, "__file__", None)
+    return (
+        origin is None
+        or spec.origin is None
+        or os.path.realpath(spec.origin) == (os.path.realpath(origin))
+    )
 
 
 # ------------------------------------------------------------------ into the arena and out
@@ -185,15 +218,18 @@ def _importable(name: str) -> bool:
 
 def adopt(tensors: Sequence[Tensor], places: Sequence[Place], region: Region) -> None:
     """Move tensors into the arena: the same objects, their values in its memory."""
-    for tensor, place in zip(tensors, places, strict=True):
-        there = region.tensor(place)
-        there.copy_(tensor.detach())
-        tensor.data = there
+    # The user may call under inference_mode; what is made here outlives that.
+    with torch.inference_mode(mode=False), torch.no_grad():
+        for tensor, place in zip(tensors, places, strict=True):
+            there = region.tensor(place)
+            there.copy_(tensor.detach())
+            tensor.data = there
 
 
 def give_back(tensors: Sequence[Tensor]) -> None:
     """Move tensors, and their gradients, out of the arena into memory of their own."""
-    for tensor in tensors:
-        tensor.data = tensor.detach().clone()
-        if tensor.grad is not None:
-            tensor.grad = tensor.grad.clone()
+    with torch.inference_mode(mode=False), torch.no_grad():
+        for tensor in tensors:
+            tensor.data = tensor.detach().clone()
+            if tensor.grad is not None:
+                tensor.grad = tensor.grad.clone()

@@ -85,7 +85,7 @@ def weights_of(shares: str | Sequence[float], num_devices: int) -> tuple[float, 
         )
     try:
         weights = tuple(float(weight) for weight in shares)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise SharesError(
             f'shares={shares!r}: expected "even", or one number a device such as (3, 1)'
         ) from error
@@ -102,7 +102,11 @@ def _check(speeds: Sequence[float]) -> None:
     if not speeds:
         raise SharesError("shares for no devices; give one number a device")
     for speed in speeds:
-        if not math.isfinite(speed) or speed < 0:
+        try:
+            is_finite = math.isfinite(speed)
+        except OverflowError:  # an int beyond all floats
+            is_finite = False
+        if not is_finite or speed < 0:
             raise SharesError(f"{speed!r} in {tuple(speeds)!r}: expected numbers of zero or more")
     if max(speeds) == 0:
         raise SharesError(f"{tuple(speeds)!r}: at least one device must have a share above zero")

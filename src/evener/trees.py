@@ -8,6 +8,7 @@ dataclass that holds tensors is taken apart without having been registered.
 from __future__ import annotations
 
 import pickle
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 import cloudpickle
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+from evener.errors import BatchError
 
 
 @dataclass(frozen=True)
@@ -30,15 +33,31 @@ class Structure:
     spec: Any
     records: tuple[Record | None, ...] = ()
 
+    def __str__(self) -> str:
+        records = [str(record) for record in self.records if record is not None]
+        return " ".join(" with ".join([str(self.spec), *records]).split())
+
 
 @dataclass(frozen=True)
 class Record:
-    """The form of a dataclass instance: its class, its fields, and the structure below them."""
+    """The form of a dataclass instance.
+
+    Attributes:
+        kind: its class.
+        names: its fields, and further attributes.
+        keys: its keys, if it is a dict as well (as the outputs of Hugging Face's models are).
+        below: the structure of the values of names and keys.
+        num_leaves: how many leaves there are below.
+    """
 
     kind: type
     names: tuple[str, ...]
+    keys: tuple[Any, ...]
     below: Structure
     num_leaves: int
+
+    def __str__(self) -> str:
+        return f"{self.kind.__qualname__}({', '.join(self.names)}: {self.below})"
 
 
 def flatten(tree: Any) -> tuple[list[Any], Structure]:
@@ -61,10 +80,20 @@ def flatten(tree: Any) -> tuple[list[Any], Structure]:
     records: list[Record | None] = []
     for leaf in leaves:
         if _is_record(leaf):
-            names = tuple(f.name for f in fields(leaf) if hasattr(leaf, f.name))
-            inner, below = flatten([getattr(leaf, name) for name in names])
+            names = tuple(
+                {f.name: None for f in fields(leaf) if hasattr(leaf, f.name)}
+                | dict.fromkeys(getattr(leaf, "__dict__", {}))
+            )
+            keys = tuple(leaf) if isinstance(leaf, dict) else ()
+            values = [getattr(leaf, name) for name in names]
+            try:
+                inner, below = flatten([values, [leaf[key] for key in keys]])
+            except RecursionError as error:
+                raise BatchError(
+                    f"a {type(leaf).__qualname__} among inputs or outputs contains itself"
+                ) from error
             if any(isinstance(value, Tensor) for value in inner):
-                records.append(Record(type(leaf), names, below, len(inner)))
+                records.append(Record(type(leaf), names, keys, below, len(inner)))
                 flat.extend(inner)
                 continue
         records.append(None)
@@ -82,11 +111,15 @@ def unflatten(structure: Structure, leaves: Iterable[Any]) -> Any:
         if record is None:
             outer.append(next(rest))
             continue
-        values = unflatten(record.below, [next(rest) for _ in range(record.num_leaves)])
+        values, items = unflatten(record.below, [next(rest) for _ in range(record.num_leaves)])
         # Not through __init__: it may take other arguments, and __post_init__ has run already.
-        instance: Any = object.__new__(record.kind)
+        kind: Any = record.kind
+        instance = kind.__new__(kind)
         for name, value in zip(record.names, values, strict=True):
             object.__setattr__(instance, name, value)
+        for key, item in zip(record.keys, items, strict=True):
+            setter = OrderedDict if isinstance(instance, OrderedDict) else dict
+            setter.__setitem__(instance, key, item)
         outer.append(instance)
     return pytree.tree_unflatten(outer, structure.spec)
 
@@ -129,7 +162,8 @@ def _encode(structure: Structure) -> Any:
         return (node.type, node.context, [spec(child) for child in children])
 
     return spec(structure.spec), [
-        record and (record.kind, record.names, _encode(record.below), record.num_leaves)
+        record
+        and (record.kind, record.names, record.keys, _encode(record.below), record.num_leaves)
         for record in structure.records
     ]
 
@@ -144,7 +178,7 @@ def _decode(plain: Any) -> Structure:
     return Structure(
         spec(plain[0]),
         tuple(
-            record and Record(record[0], record[1], _decode(record[2]), record[3])
+            record and Record(record[0], record[1], record[2], _decode(record[3]), record[4])
             for record in plain[1]
         ),
     )
@@ -160,7 +194,7 @@ def _kinds(plain: Any) -> Iterator[type]:
     yield from below(plain[0])
     for record in plain[1]:
         if record is not None:
-            yield from _kinds(record[2])
+            yield from _kinds(record[3])
 
 
 def _is_record(leaf: Any) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from evener.replica import STATE_NAME, from_bytes, private_buffers, to_bytes
@@ -108,14 +109,14 @@ class Watch:
         # The objects are held, so that none of them can go and another take its identity.
         self._held = [value for part in self._parts for value in part.values()]
         self._structure = self._structure_now()
-        self._pointers = [tensor.data_ptr() for tensor in shared]
+        self._pointers = [_memory(tensor) for tensor in shared]
         self._requires_grad = [tensor.requires_grad for tensor in shared]
         self.buffers = list(private_buffers(module).values())
-        self._forms = [(buffer.shape, buffer.dtype) for buffer in self.buffers]
-        self._sent: list[tuple[Tensor, int]] = [(b, _version(b)) for b in self.buffers]
+        self._forms = self._forms_now()
+        self._sent = [(b, b.data_ptr(), _version(b)) for b in self.buffers]
         self._was_training = False
         self._values: list[tuple[Any, ...]] = []
-        self._names: list[tuple[str, ...]] = []
+        self._before: list[dict[str, Any]] = []
         self._containers: list[tuple[int, str, Any, Any]] = []
         self.accept()
 
@@ -130,15 +131,15 @@ class Watch:
         ]
         return (
             self._structure_now() != self._structure
-            or [tensor.data_ptr() for tensor in self._shared] != self._pointers
-            or [(buffer.shape, buffer.dtype) for buffer in self.buffers] != self._forms
+            or [_memory(tensor) for tensor in self._shared] != self._pointers
+            or self._forms_now() != self._forms
         )
 
     def update(self) -> Update:
         """What changed since this or :meth:`accept` was last called; false where nothing did."""
         update = Update()
         changed = self._containers_changed()
-        if not _same(self._values_now(), self._values):
+        if self._values_now() != self._values:
             changed |= self._attributes_changed(update)
         if changed:
             update.attributes = to_bytes(changed, self._shared, "changed attributes")
@@ -151,15 +152,13 @@ class Watch:
         training = any(d["training"] for d in self._dicts)
         small = training or self._was_training
         self._was_training = training
-        now = [(buffer, _version(buffer)) for buffer in self.buffers]
+        now = [(b, b.data_ptr(), _version(b)) for b in self.buffers]
         update.buffers = [
             i
-            for i, ((buffer, version), (sent, sent_version)) in enumerate(
-                zip(now, self._sent, strict=True)
-            )
-            if version != sent_version
-            or buffer is not sent
-            or (small and buffer.nbytes <= _SMALL_BYTES)
+            for i, (state, sent) in enumerate(zip(now, self._sent, strict=True))
+            if state[0] is not sent[0]
+            or state[1:] != sent[1:]
+            or (small and state[0].nbytes <= _SMALL_BYTES)
         ]
         self._sent = now
         return update
@@ -167,9 +166,10 @@ class Watch:
     def accept(self) -> None:
         """Take the attributes as they are: the module's own forward has just run."""
         values = self._values_now()
-        if not _same(values, self._values):
+        if values != self._values:
             self._values = values
-            self._names = [tuple(d) for d in self._dicts]
+            # The objects are held, so that none of them can go and another take its identity.
+            self._before = [dict(d) for d in self._dicts]
             self._containers = [
                 (number, name, value, None)
                 for number, d in enumerate(self._dicts)
@@ -180,27 +180,38 @@ class Watch:
             (number, name, value, value.copy()) for number, name, value, _ in self._containers
         ]
 
-    def _structure_now(self) -> list[int]:
+    def _forms_now(self) -> list[tuple[int, str, torch.Size, torch.dtype, bool]]:
+        return [
+            (i, name, buffer.shape, buffer.dtype, buffer.requires_grad)
+            for i, part in enumerate(self._buffer_parts)
+            if part
+            for name, buffer in part.items()
+            if buffer is not None
+        ]
+
+    def _structure_now(self) -> list[tuple[int, str, int]]:
         # By identity: an equal parameter in another's place is another parameter.
-        return [id(value) for part in self._parts if part for value in part.values()]
+        return [
+            (i, name, id(value))
+            for i, part in enumerate(self._parts)
+            if part
+            for name, value in part.items()
+        ]
 
     def _values_now(self) -> list[tuple[Any, ...]]:
-        return [tuple(d.values()) for d in self._dicts]
+        return [(*d, *map(id, d.values())) for d in self._dicts]
 
     def _containers_changed(self) -> dict[tuple[int, str], Any]:
         return {
             (number, name): value
             for number, name, value, before in self._containers
-            if not _same(value, before)
+            if not _same_content(value, before)
         }
 
     def _attributes_changed(self, update: Update) -> dict[tuple[int, str], Any]:
         changed: dict[tuple[int, str], Any] = {}
-        for number, (d, names, values) in enumerate(
-            zip(self._dicts, self._names, self._values, strict=True)
-        ):
-            before = dict(zip(names, values, strict=True))
-            update.removed.extend((number, name) for name in names if name not in d)
+        for number, (d, before) in enumerate(zip(self._dicts, self._before, strict=True)):
+            update.removed.extend((number, name) for name in before if name not in d)
             changed.update(
                 ((number, name), value)
                 for name, value in d.items()
@@ -214,9 +225,22 @@ def _version(tensor: Tensor) -> int:
     return -time.monotonic_ns() if tensor.is_inference() else tensor._version
 
 
+def _memory(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
 def _same(one: Any, other: Any) -> bool:
     """Whether two values are equal; false where their ``==`` does not tell."""
     try:
         return one is other or (type(one) is type(other) and bool(one == other))
-    except (RuntimeError, ValueError, TypeError):
+    except Exception:  # noqa: BLE001 - whatever a user's == does
         return False
+
+
+def _same_content(one: Any, other: Any) -> bool:
+    """Whether two lists, dicts or sets have equal values of equal types, in the same order."""
+    if len(one) != len(other):
+        return False
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(map(_same, one.values(), other.values()))
+    return _same(one, other) if isinstance(one, set) else all(map(_same, one, other))

@@ -48,14 +48,16 @@ def segments(places: Sequence[Place], num_devices: int) -> list[list[Place]]:
     """
     total = sum(place.num_bytes for place in places)
     parts: list[list[Place]] = [[] for _ in range(num_devices)]
-    done = 0  # bytes given out
+    done = owner = 0  # bytes given out, and who gets the next
     for place in places:
         count, size = math.prod(place.shape), place.dtype.itemsize
         start = 0
         while start < count:
-            owner = min(num_devices - 1, done * num_devices // max(1, total))
-            room = (total * (owner + 1) // num_devices - done + size - 1) // size
-            length = count - start if owner == num_devices - 1 else min(count - start, room)
+            end = total * (owner + 1) // num_devices  # of the owner's part, in bytes
+            if done >= end:
+                owner += 1
+                continue
+            length = min(count - start, -(-(end - done) // size))
             offset = place.offset + start * size
             parts[owner].append(Place(offset, place.dtype, (length,), (1,)))
             start += length
