@@ -19,7 +19,7 @@ TESTS = Path(__file__).parent
 #: ``__init__.py``: what a user imports, and so do the command line and the textbook.
 LEVELS: dict[int, str] = {
     0: "errors shares",
-    1: "allocator topology devices arena trees batches piece replica watch",
+    1: "allocator topology devices arena pickling trees batches piece replica watch",
     2: "channel exchange exchange.host messages helper team mirror",
     3: "outputs gradients call data_parallel",
     5: "parallelize evener",

@@ -433,7 +433,7 @@ def test_a_module_under_the_name_of_another_is_not_mistaken_for_it(
         os.getcwd,
         importlib.util.find_spec,
     ],
-    ids=str,
+    ids=lambda importable: importable.__name__,
 )
 def test_what_can_be_imported_travels_by_name(importable: Any) -> None:
     assert len(to_bytes(importable, [])) < 100

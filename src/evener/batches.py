@@ -24,12 +24,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-import cloudpickle
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from evener.errors import BatchError
+from evener.pickling import dumps
 from evener.trees import Structure, flatten
 
 # ------------------------------------------------------------------ inputs
@@ -219,7 +219,7 @@ def _agree(one: Any, other: Any) -> bool:
     except Exception:  # noqa: BLE001, S110 - whatever a user's == does; numpy's gives an array
         pass
     try:  # not-a-numbers, arrays and objects without an == of their own
-        data: bool = cloudpickle.dumps(one) == cloudpickle.dumps(other)
+        data: bool = dumps(one) == dumps(other)
     except Exception:  # noqa: BLE001 - what cannot be told equal is not
         return False
     return data

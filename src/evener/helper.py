@@ -24,7 +24,6 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-import cloudpickle
 import torch
 from torch import Tensor, nn
 
@@ -33,6 +32,7 @@ from evener.arena import Arena, Place, Region, moved
 from evener.batches import TensorForm, is_joinable
 from evener.channel import Channel, ChannelClosedError
 from evener.exchange import host
+from evener.pickling import dumps
 from evener.piece import Piece
 from evener.replica import from_bytes, private_buffers
 from evener.trees import Structure, structure_from_bytes, structure_to_bytes
@@ -250,7 +250,7 @@ def _failure(error: BaseException) -> messages.Failure:
     # The frames of this file and below are ours; the user's begin where the module is called.
     text = "".join(traceback.format_exception(error))
     try:
-        data = cloudpickle.dumps(error)
+        data = dumps(error)
         pickle.loads(data)  # noqa: S301 - some exceptions can be sent and not be put together
     except Exception:  # noqa: BLE001 - whatever a user's exception does
         data = None

@@ -25,10 +25,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import cloudpickle
-
 from evener.arena import Place
 from evener.batches import TensorForm
+from evener.pickling import dumps
 from evener.piece import Settings
 from evener.watch import Update
 
@@ -223,7 +222,7 @@ _PLAIN = (int, float, complex, bool, str, bytes, type(None), Input, Output)
 def picklable(leaves: Sequence[Any]) -> list[Any] | bytes:
     """Leaves as a message can carry them: as they are, or as bytes if a kind needs cloudpickle."""
     leaves = list(leaves)
-    return leaves if all(type(leaf) in _PLAIN for leaf in leaves) else cloudpickle.dumps(leaves)
+    return leaves if all(type(leaf) in _PLAIN for leaf in leaves) else dumps(leaves)
 
 
 def unpicklable(leaves: list[Any] | bytes) -> list[Any]:

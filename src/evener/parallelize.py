@@ -20,7 +20,7 @@ from torch.jit import ScriptModule
 from evener.data_parallel import DataWay
 from evener.devices import Device, DevicesSpec, devices
 from evener.errors import DeviceError, ModuleError
-from evener.replica import STATE_NAME
+from evener.pickling import STATE_NAME
 from evener.shares import weights_of
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)

@@ -14,23 +14,16 @@ How a copy follows what the user changes later is told in :mod:`evener.watch`.
 from __future__ import annotations
 
 import io
-import os
 import pickle
-import sys
 from collections.abc import Sequence
-from types import FunctionType, ModuleType
 from typing import Any
 
-import cloudpickle
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
 
 from evener.arena import Place, Region
 from evener.errors import ModuleError
-
-#: Where a parallel module keeps what makes it parallel; never sent to a helper.
-STATE_NAME = "_evener"
+from evener.pickling import STATE_NAME, dumps
 
 
 def private_buffers(module: nn.Module) -> dict[tuple[int, str], Tensor]:
@@ -61,41 +54,6 @@ def shared_tensors(module: nn.Module) -> list[Tensor]:
 # ------------------------------------------------------------------ to bytes and back
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles a module with its shared tensors as numbers."""
-
-    def __init__(self, file: io.BytesIO, shared: dict[int, int]) -> None:
-        super().__init__(file, protocol=5)
-        self._shared = shared
-        self.by_value: list[ModuleType] = []
-
-    def persistent_id(self, obj: Any) -> int | None:
-        return self._shared.get(id(obj)) if isinstance(obj, Tensor) else None
-
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, nn.Module) and is_parametrized(obj):
-            # Its class forbids pickles, for a file would outlive the class; ours lives as long.
-            state = vars(obj).get(STATE_NAME)
-            attributes = {name: v for name, v in vars(obj).items() if name != STATE_NAME}
-            kind = type(obj) if state is None else state.plain
-            return object.__new__, (kind,), attributes
-        if isinstance(obj, (type, FunctionType)):
-            self._send_by_value_unless_importable(obj)
-        return super().reducer_override(obj)
-
-    def _send_by_value_unless_importable(self, obj: Any) -> None:
-        """Send by value what is in a module that another interpreter would not find.
-
-        cloudpickle does so for ``__main__`` alone. A test file that pytest loaded from its path,
-        or a module that a program made, can be imported nowhere else either.
-        """
-        module = sys.modules.get(getattr(obj, "__module__", None) or "")
-        known = {"__main__", *cloudpickle.list_registry_pickle_by_value()}
-        if module is not None and module.__name__ not in known and not _is_importable(module):
-            cloudpickle.register_pickle_by_value(module)
-            self.by_value.append(module)
-
-
 class _Unpickler(pickle.Unpickler):
     def __init__(self, file: io.BytesIO, shared: Sequence[Tensor]) -> None:
         super().__init__(file)
@@ -119,7 +77,7 @@ def to_bytes(obj: Any, shared: Sequence[Tensor], path: str = "") -> bytes:
     """
     numbers = {id(tensor): i for i, tensor in enumerate(shared)}
     try:
-        return _dumps(obj, numbers)
+        return dumps(obj, numbers)
     except Exception as error:
         where, what = _culprit(obj, numbers, path)
         raise ModuleError(
@@ -131,17 +89,6 @@ def to_bytes(obj: Any, shared: Sequence[Tensor], path: str = "") -> bytes:
 def from_bytes(data: bytes, shared: Sequence[Tensor]) -> Any:
     """The opposite of :func:`to_bytes`, with this process's shared tensors."""
     return _Unpickler(io.BytesIO(data), shared).load()
-
-
-def _dumps(obj: Any, numbers: dict[int, int]) -> bytes:
-    file = io.BytesIO()
-    pickler = _Pickler(file, numbers)
-    try:
-        pickler.dump(obj)
-    finally:
-        for module in pickler.by_value:
-            cloudpickle.unregister_pickle_by_value(module)
-    return file.getvalue()
 
 
 def _culprit(obj: Any, numbers: dict[int, int], path: str) -> tuple[str, Any]:
@@ -182,35 +129,10 @@ def _parts(obj: Any, path: str) -> list[tuple[str, Any]]:
 
 def _fails(obj: Any, numbers: dict[int, int]) -> bool:
     try:
-        _dumps(obj, numbers)
+        dumps(obj, numbers)
     except Exception:  # noqa: BLE001 - whatever fails is what is looked for
         return True
     return False
-
-
-def _is_importable(module: ModuleType) -> bool:
-    """Whether another interpreter with our search path finds this very module by its name."""
-    name = module.__name__
-    if name.partition(".")[0] in ("torch", "evener") or name in sys.builtin_module_names:
-        return True
-    # A submodule is looked for where its package is; a package that is loaded tells where.
-    parent = sys.modules.get(name.rpartition(".")[0])
-    if "." in name and (parent is None or not _is_importable(parent)):
-        return False
-    path = getattr(parent, "__path__", None) if "." in name else None
-    try:
-        specs = [finder.find_spec(name, path) for finder in sys.meta_path]
-    except Exception:  # noqa: BLE001 - finders of other libraries do as they like
-        return False
-    spec = next((spec for spec in specs if spec is not None), None)
-    if spec is None:
-        return False
-    origin = getattr(module, "__file__", None)
-    return (
-        origin is None
-        or spec.origin is None
-        or os.path.realpath(spec.origin) == (os.path.realpath(origin))
-    )
 
 
 # ------------------------------------------------------------------ into the arena and out

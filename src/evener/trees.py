@@ -13,11 +13,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
-import cloudpickle
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from evener.errors import BatchError
+from evener.pickling import dumps
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def structure_to_bytes(structure: Structure) -> bytes:
         if (node := pytree.SUPPORTED_NODES.get(kind)) is not None
         and kind.__module__ not in ("builtins", "collections")
     }
-    data: bytes = cloudpickle.dumps((list(known.items()), plain))
+    data: bytes = dumps((list(known.items()), plain))
     return data
 
 

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evener.replica import STATE_NAME, from_bytes, private_buffers, to_bytes
+from evener.pickling import STATE_NAME
+from evener.replica import from_bytes, private_buffers, to_bytes
 
 #: The dictionaries in which nn.Module keeps the structure of a module.
 _STRUCTURE = (
@@ -205,7 +206,7 @@ class Watch:
         return {
             (number, name): value
             for number, name, value, before in self._containers
-            if not _same_content(value, before)
+            if not _same(value, before)
         }
 
     def _attributes_changed(self, update: Update) -> dict[tuple[int, str], Any]:
@@ -230,17 +231,16 @@ def _memory(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two values are equal; false where their ``==`` does not tell."""
+    """Whether two values are equal, in their types too; false where their ``==`` does not tell."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
     try:
-        return one is other or (type(one) is type(other) and bool(one == other))
+        if isinstance(one, dict):
+            return list(one) == list(other) and _same(list(one.values()), list(other.values()))
+        if isinstance(one, (list, tuple)):
+            return len(one) == len(other) and all(map(_same, one, other))
+        return bool(one == other)
     except Exception:  # noqa: BLE001 - whatever a user's == does
         return False
-
-
-def _same_content(one: Any, other: Any) -> bool:
-    """Whether two lists, dicts or sets have equal values of equal types, in the same order."""
-    if len(one) != len(other):
-        return False
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(map(_same, one.values(), other.values()))
-    return _same(one, other) if isinstance(one, set) else all(map(_same, one, other))
