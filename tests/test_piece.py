@@ -29,13 +29,12 @@ def settings_restored() -> Iterator[None]:
 
 
 def test_settings_of_a_program_that_set_nothing() -> None:
-    assert Settings.current() == Settings(
-        grad=True,
-        inference=False,
-        autocast=(False, torch.bfloat16, True),
-        default_dtype=torch.float32,
-        deterministic=(False, False),
-    )
+    settings = Settings.current()
+
+    assert (settings.grad, settings.inference) == (True, False)
+    assert settings.autocast == (False, torch.bfloat16, True)
+    assert settings.default_dtype == torch.float32
+    assert settings.deterministic == (False, False)
 
 
 SETTINGS: list[Callable[[], Any]] = [
@@ -93,6 +92,19 @@ def test_deterministic_algorithms_are_followed(
 
     with Settings.current()._replace(deterministic=then).applied():
         assert Settings.current().deterministic == then
+
+
+def test_the_precision_of_matrix_products_is_followed() -> None:
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        settings = Settings.current()
+        torch.set_float32_matmul_precision("highest")
+
+        with settings.applied():
+            assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 # ------------------------------------------------------------------ seeds

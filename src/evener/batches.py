@@ -19,6 +19,7 @@ plain sum over the devices, and a weighted mean passes its weights on by the cha
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -50,6 +51,12 @@ class Batch:
         self.wanted = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in self.leaves]
         self.size: int | None = None
         for i, leaf in enumerate(self.leaves):
+            if isinstance(leaf, Tensor) and leaf.layout != torch.strided:
+                raise BatchError(
+                    f"{_names(args, kwargs, len(self.leaves))[i]} is a tensor of layout "
+                    f"{leaf.layout}, which cannot be cut; give a dense one"
+                )
+        for i, leaf in enumerate(self.leaves):
             if not has_batch(leaf):
                 continue
             if self.size is None:
@@ -62,6 +69,18 @@ class Batch:
                     "expected the same number in the first dimension of each tensor (a 0-dim "
                     "tensor or a number goes to every device as it is)"
                 )
+
+        for value in (*args, *kwargs.values()):
+            if type(value) is list and len(value) == self.size and self.size > 1:
+                self._warn_of_list(value)
+
+    def _warn_of_list(self, value: list[Any]) -> None:
+        if not any(isinstance(leaf, Tensor) for leaf in flatten(value)[0]):
+            warnings.warn(
+                f"a list of {self.size} values, as many as the batch has samples, goes to every "
+                "device as a whole; if it has one for each sample, give a tensor, else a tuple",
+                stacklevel=2,
+            )
 
     def piece(self, start: int, stop: int) -> list[Any]:
         """The leaves with every batch dimension cut to ``start:stop``; views, not copies."""

@@ -53,6 +53,20 @@ class Run:
         self.received: dict[int, Structure] = {}
         self.sent: dict[int, Structure] = {}
 
+    def settle(self) -> None:
+        """Receive what an interrupted call has left unanswered."""
+        for device, answer in self.team.settle():
+            if isinstance(answer, messages.Outputs):
+                self.remember(device, answer)
+
+    def remember(self, device: int, answer: messages.Outputs) -> None:
+        """Keep the structure of a device's outputs, which is not sent again while it is the same.
+
+        Also from an answer that nobody waits for any more.
+        """
+        if answer.structure is not None:
+            self.received[device] = structure_from_bytes(answer.structure)
+
 
 class Call:
     """One call of a parallel module.
@@ -99,6 +113,7 @@ class Call:
         pairs = zip(batch.leaves, batch.wanted, strict=True)
         self.inputs: list[Tensor] = [leaf for leaf, want in pairs if want]
         self._own: Piece | None = None
+        self._versions = [tensor._version for tensor in self.trainable]
 
     def __del__(self) -> None:
         self._close()
@@ -120,10 +135,12 @@ class Call:
         """
         run, team, cut = self._run, self._run.team, self._cut
         everybody = range(1, len(team.devices))
-        resting = [device for device in everybody if device not in cut.parts and self._update]
+        idle = [device for device in everybody if device not in cut.parts]
+        resting = idle if self._update else []
         self._is_open = True
         for device in cut.helpers:
             team.post(device, self._message(device, settings))
+            run.sent[device] = self._batch.structure
         for device in resting:
             team.post(device, messages.Follow(self._update))
         answers: dict[int, tuple[Structure, list[Any]]] = {}
@@ -136,11 +153,13 @@ class Call:
             if isinstance(answer, messages.Failure):
                 errors.append(team.error_of(device, answer))
                 continue
-            if answer.structure is not None:
-                run.received[device] = structure_from_bytes(answer.structure)
+            run.remember(device, answer)
             answers[device] = (run.received[device], messages.unpicklable(answer.leaves))
+            if answer.changed:
+                run.mirror.take_attributes(self._module, answer.changed)
         team.collect(resting)
-        run.mirror.accept()
+        if not idle and cut.lead == 0:
+            run.mirror.accept()  # else the next call tells those who did not run what changed
         if errors:
             raise errors[0]
         if cut.lead != 0:
@@ -170,7 +189,6 @@ class Call:
             for leaf, want in zip(leaves, batch.wanted, strict=True)
         ]
         is_new = run.sent.get(device) != batch.structure
-        run.sent[device] = batch.structure
         return messages.Forward(
             piece=self._number,
             update=self._update,
@@ -179,7 +197,7 @@ class Call:
             span=messages.Span(region.offset, region.num_bytes),
             seed=self._seeds[device],
             settings=settings,
-            lead=device == self._cut.lead,
+            lead=device == self._cut.lead,  # never the first device, which gets no message
         )
 
     # -------------------------------------------------------------- backward
@@ -252,6 +270,15 @@ class Call:
             raise HelperDiedError(
                 "the helpers no longer hold their part of this call's graph: they were stopped, "
                 "or the module's structure changed; call the module again before backward"
+            )
+        if (
+            self._own is None
+            and self._is_open
+            and self._versions != [tensor._version for tensor in self.trainable]
+        ):  # where the first device has a part, torch itself notices
+            raise RuntimeError(
+                "a parameter needed for this backward has been modified by an inplace operation "
+                "since the forward"
             )
         if not self._is_open:
             raise RuntimeError(

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.parameter import is_lazy
 
 from evener import allocator
@@ -84,6 +85,7 @@ class DataWay:
             or (self._run is None and any(map(is_lazy, module.parameters())))
         ):
             return forward(*args, **kwargs)
+        _check_transforms()
         batch = Batch(args, kwargs)
         if batch.size is None:  # nothing to cut
             return forward(*args, **kwargs)
@@ -95,8 +97,8 @@ class DataWay:
                     return forward(*args, **kwargs)
             run = self._ready(module)
             stack.enter_context(self._on_own_cores())
-            run.team.settle()
-            call = Call(run, module, self._marked(forward), batch, Cut(shares), seeds=seeds)
+            run.settle()
+            call = Call(run, module, self._own(forward), batch, Cut(shares), seeds=seeds)
             settings = Settings.current()
             grad = settings.grad and not settings.inference
             settings = settings._replace(grad=grad and bool(call.inputs or call.trainable))
@@ -115,8 +117,9 @@ class DataWay:
         """Run the backward of a call; see :meth:`Call.backward`."""
         with self._lock, self._on_own_cores():
             if self._run is not None and self._run.team.is_running:
-                self._run.team.settle()
-            return call.backward(gradients, keep_graph=keep_graph)
+                self._run.settle()
+            with self._marked():
+                return call.backward(gradients, keep_graph=keep_graph)
 
     def stop(self) -> None:
         """End the helpers, and give the parameters memory of their own again."""
@@ -173,15 +176,21 @@ class DataWay:
             with suppress(OSError):
                 os.sched_setaffinity(0, before)
 
-    def _marked(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The module's forward, with a mark for the time in which it runs."""
+    @contextmanager
+    def _marked(self) -> Iterator[None]:
+        """Mark the time in which the first device's piece runs: a call in it is the plain call."""
+        before, self._inside = self._inside, threading.get_ident()
+        try:
+            yield
+        finally:
+            self._inside = before
+
+    def _own(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The module's forward as the first device runs it."""
 
         def own_forward(*args: Any, **kwargs: Any) -> Any:
-            self._inside = threading.get_ident()
-            try:
+            with self._marked(), _own_saved_tensors():
                 return forward(*args, **kwargs)
-            finally:
-                self._inside = None
 
         return own_forward
 
@@ -192,6 +201,36 @@ class DataWay:
             seed, num_calls = torch.initial_seed(), 0
         self._seed = (seed, num_calls + 1)
         return [seed_of_piece(seed, num_calls, device) for device in range(len(self._devices))]
+
+
+def _check_transforms() -> None:
+    """Refuse what would silently be lost on the way to the helpers."""
+    if forward_ad._current_level >= 0:
+        raise EvenerError(
+            "forward-mode derivatives through a parallel module are not possible; "
+            "evener.release(module) first"
+        )
+    if torch._C._functorch.maybe_current_level() is not None:
+        raise EvenerError(
+            "torch.func transforms (grad, vmap, ...) of a parallel module are not possible; "
+            "evener.release(module) first"
+        )
+
+
+@contextmanager
+def _own_saved_tensors() -> Iterator[None]:
+    """Keep the hooks that a user has set on saved tensors out of the first device's piece.
+
+    They are for the graph around the module. A checkpoint around it, for example, would run the
+    module again from inside the piece's backward, while the helpers are in theirs.
+    """
+    # Up to torch 2.6 nobody tells whether there are such hooks.
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    if top is not None and top(False):  # noqa: FBT003 - its only form
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            yield
+    else:
+        yield
 
 
 class _Joined(torch.autograd.Function):

@@ -36,7 +36,10 @@ from evener.pickling import dumps
 from evener.piece import Piece
 from evener.replica import from_bytes, private_buffers
 from evener.trees import Structure, structure_from_bytes, structure_to_bytes
+from evener.watch import Watch
 
+#: Tells the code of the user's program that it runs in a helper, by the helper's process number.
+HELPER_VARIABLE = "EVENER_HELPER"
 #: Outputs up to this size travel in the message; it saves a round trip, which costs about as much.
 INLINE_BYTES = 1 << 16
 #: The main process may rest as long as it likes between two calls.
@@ -139,11 +142,14 @@ class Helper:
             wanted = [isinstance(leaf, messages.Input) and leaf.wanted for leaf in leaves]
             grad = message.settings.grad
             piece = Piece(inputs, wanted, self._structure, message.seed, grad=grad)
+            watch = Watch(self._module, self._shared) if message.lead else None
             if not self._is_seeded:
                 _seed_others(message.seed)
                 self._is_seeded = True
             structure = piece.forward(self._module.forward)
-        if message.lead:
+        changed = None
+        if watch is not None:
+            changed = watch.update()
             own = private_buffers(self._module).values()
             for values, buffer in zip(self._buffers, own, strict=True):
                 values.copy_(buffer)
@@ -152,7 +158,7 @@ class Helper:
             self._pieces[message.piece] = piece
         data = None if structure == self._sent_structure else structure_to_bytes(structure)
         self._sent_structure = structure
-        return messages.Outputs(data, messages.picklable(outputs))
+        return messages.Outputs(data, messages.picklable(outputs), changed)
 
     def _write(self, message: messages.Write) -> messages.Done:
         piece = self._pieces[message.piece]
@@ -272,6 +278,7 @@ def main(
         cores: the CPU cores to compute on, one thread on each.
         spin_s: how long a wait looks before it sleeps.
     """
+    os.environ[HELPER_VARIABLE] = str(os.getpid())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process, which tells us
     pidfd = _watch_main_process(main_pid)
     # The cores may have been taken away, or pinning forbidden: then it is slower, not wrong.

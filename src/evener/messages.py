@@ -99,7 +99,8 @@ class Forward:
         span: the region in which the tensors lie.
         seed: what its random numbers start from.
         settings: the settings of the user's program.
-        lead: whether this device's buffers become the user's, because the first device rests.
+        lead: whether this device's buffers and attributes become the user's afterwards, because
+            the first device rests.
     """
 
     piece: int
@@ -165,10 +166,12 @@ class Outputs:
         structure: the bytes of their structure; None if as for the last piece.
         leaves: the leaves, with each joinable tensor as an ``Output``; bytes where a leaf is of
             a kind that only cloudpickle can send.
+        changed: from the device that leads, attributes of the module that its forward changed.
     """
 
     structure: bytes | None
     leaves: list[Any] | bytes
+    changed: Update | None = None
 
 
 @dataclass

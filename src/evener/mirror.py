@@ -65,6 +65,11 @@ class Mirror:
         """Take the module's attributes as they are: its own forward has just run."""
         self._watch.accept()
 
+    def take_attributes(self, module: nn.Module, changed: Update) -> None:
+        """Make the attributes that a leading helper's forward changed the user's."""
+        attributes = Update(attributes=changed.attributes, removed=changed.removed)
+        attributes.apply(list(module.modules()), self.shared, [])
+
     def take_buffers(self, module: nn.Module) -> None:
         """Make the buffers that a leading helper left in the arena the user's."""
         with torch.no_grad():

@@ -9,6 +9,7 @@ does the same.) A copy or a pickle of it is a plain module again.
 from __future__ import annotations
 
 import copyreg
+import os
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from torch.jit import ScriptModule
 from evener.data_parallel import DataWay
 from evener.devices import Device, DevicesSpec, devices
 from evener.errors import DeviceError, ModuleError
+from evener.helper import HELPER_VARIABLE
 from evener.pickling import STATE_NAME
 from evener.shares import weights_of
 
@@ -49,8 +51,9 @@ def parallelize(
     """Make a module run on several devices, in place.
 
     The training loop stays as it is: the batch is the whole batch, and outputs, gradients and
-    running statistics are those of one device up to rounding. Helpers start at the first call, and
-    end with :func:`release`, with the module or with the process.
+    buffers are those of one device up to rounding (batch norm: see the guide's restrictions).
+    Helpers start at the first call, and end with :func:`release`, with the module or with the
+    process.
 
     Args:
         module: any module; optimizers made before or after stay valid.
@@ -79,6 +82,11 @@ def parallelize(
         >>> release(model)
         Linear(in_features=2, out_features=1, bias=True)
     """
+    if os.environ.get(HELPER_VARIABLE) == str(os.getpid()):
+        raise ModuleError(
+            "parallelize was called in a helper: a file that the module's class is imported from "
+            'trains when it is imported; put its training under `if __name__ == "__main__":`'
+        )
     if not isinstance(module, nn.Module):
         raise ModuleError(f"expected an nn.Module, not {type(module).__name__}")
     if STATE_NAME in vars(module):
@@ -176,6 +184,8 @@ def _parallel_class(plain: type[nn.Module], *, is_plain_call: bool) -> type[nn.M
             rest[0] = kept
         return (function, arguments, *rest)
 
+    # torch.compile around the module runs it as it is; what is in it may be compiled.
+    forward._torchdynamo_disable = True  # type: ignore[attr-defined]
     body: dict[str, Any] = {
         "__module__": plain.__module__,
         "__qualname__": plain.__qualname__,

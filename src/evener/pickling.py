@@ -98,4 +98,4 @@ def _is_importable(module: ModuleType) -> bool:
     origin = getattr(module, "__file__", None)
     if origin is None or spec.origin is None or not spec.has_location:  # frozen into Python
         return True
-    return os.path.realpath(spec.origin) == os.path.realpath(origin)
+    return bool(os.path.realpath(spec.origin) == os.path.realpath(origin))

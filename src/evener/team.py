@@ -147,8 +147,13 @@ class Team:
             if isinstance(answer, messages.Failure):
                 raise self.error_of(device, answer)
 
-    def settle(self) -> None:
-        """Receive what an interrupted call has left unanswered."""
+    def settle(self) -> list[tuple[int, Any]]:
+        """Receive what an interrupted call has left unanswered.
+
+        Returns:
+            (device, answer) for each.
+        """
+        answers = []
         for i, member in enumerate(self._members, start=1):
             if member.channel.broken:
                 self.stop()
@@ -157,7 +162,8 @@ class Team:
                     "the helpers were stopped, and the next call starts new ones"
                 )
             while member.num_unanswered:
-                self.receive(i)
+                answers.append((i, self.receive(i)))
+        return answers
 
     def keep(self, device: int, piece: int, region: Region) -> None:
         """Keep the region of a piece's inputs until the helper no longer reads them."""

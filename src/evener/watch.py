@@ -91,8 +91,9 @@ class Watch:
     """Notices what the user changed in a module between two calls.
 
     The usual answer, nothing, is found by comparing lists of the same objects, at the speed of C.
-    Lists, dicts and sets are compared one level deep; a change further inside, or inside another
-    kind of object, is not seen until the attribute itself is set anew.
+    Lists, dicts and sets are compared one level deep, tensors by their count of changes, small
+    arrays by their values; a change further inside, or inside another kind of object, is not seen
+    until the attribute itself is set anew.
 
     Args:
         module: the user's module.
@@ -175,10 +176,10 @@ class Watch:
                 (number, name, value, None)
                 for number, d in enumerate(self._dicts)
                 for name, value in d.items()
-                if isinstance(value, (list, dict, set)) and name not in _INTERNAL
+                if name not in _INTERNAL and _is_mutable(value)
             ]
         self._containers = [
-            (number, name, value, value.copy()) for number, name, value, _ in self._containers
+            (number, name, value, _content(value)) for number, name, value, _ in self._containers
         ]
 
     def _forms_now(self) -> list[tuple[int, str, torch.Size, torch.dtype, bool]]:
@@ -206,7 +207,7 @@ class Watch:
         return {
             (number, name): value
             for number, name, value, before in self._containers
-            if not _same(value, before)
+            if not _same(_content(value), before)
         }
 
     def _attributes_changed(self, update: Update) -> dict[tuple[int, str], Any]:
@@ -224,6 +225,24 @@ class Watch:
 def _version(tensor: Tensor) -> int:
     """Counts the changes of a tensor in place; an inference tensor does not count: never alike."""
     return -time.monotonic_ns() if tensor.is_inference() else tensor._version
+
+
+def _is_mutable(value: Any) -> bool:
+    """Whether a plain attribute can change without being set."""
+    if isinstance(value, (list, dict, set, Tensor)):
+        return True
+    return _is_array(value) and value.nbytes <= _SMALL_BYTES
+
+
+def _is_array(value: Any) -> bool:
+    return type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"
+
+
+def _content(value: Any) -> Any:
+    """What a mutable attribute holds, for comparison with a later time."""
+    if isinstance(value, Tensor):
+        return value.data_ptr(), _version(value)
+    return value.tobytes() if _is_array(value) else value.copy()
 
 
 def _memory(tensor: Tensor) -> tuple[Any, ...]:

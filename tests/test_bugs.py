@@ -1,0 +1,217 @@
+"""The diary of bugs: what happened once, and must not again."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+
+import evener
+from evener.errors import BatchError, EvenerError
+
+
+class Counting(nn.Module):
+    """Its forward depends on how often it ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.step = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.step += 1
+        return self.linear(x) * self.step
+
+
+@pytest.fixture
+def model() -> Iterator[nn.Module]:
+    module = evener.parallelize(nn.Sequential(nn.Linear(4, 8), nn.Tanh()).double(), "cpu*2")
+    yield module
+    evener.release(module)
+
+
+@pytest.mark.parametrize(
+    ("devices", "shares", "batches"),
+    [
+        ("cpu*2", (1, 9), (20, 1, 20, 20)),
+        ("cpu*3", "even", (6, 2, 1, 6, 2, 6)),
+        ("cpu*3", (0, 1, 1), (6, 1, 2, 6)),
+    ],
+)
+def test_what_forward_counts_is_the_same_on_devices_that_rested(
+    devices: str, shares: object, batches: tuple[int, ...]
+) -> None:
+    """A device without a share kept its old count, and the user's module its, if it was first."""
+    plain = Counting()
+    model = evener.parallelize(copy.deepcopy(plain), devices, shares=shares)  # type: ignore[arg-type]
+    for batch in batches:
+        x = torch.randn(batch, 4)
+
+        torch.testing.assert_close(model(x), plain(x))
+        assert model.step == plain.step
+    evener.release(model)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_around_the_module_does_not_wait_for_itself(
+    model: nn.Module, reentrant: bool
+) -> None:
+    """Its hooks ran the module again inside the first device's backward."""
+    data = torch.randn(6, 4, dtype=torch.float64)
+    gradients = []
+    for module in (model, copy.deepcopy(model)):
+        x = data.clone().requires_grad_()
+        checkpoint(module, x, use_reentrant=reentrant).square().sum().backward()
+        gradients.append([x.grad, *(parameter.grad for parameter in module.parameters())])
+        module.zero_grad()
+
+    torch.testing.assert_close(*gradients)
+
+
+def test_ctrl_c_in_the_first_call_leaves_the_module_usable(tmp_path: Path) -> None:
+    """The structure of the outputs came with an answer that nobody waited for any more."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        """
+import os, signal, threading, time, torch, evener
+from torch import nn
+class Slow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.is_slow = True
+    def forward(self, x):
+        if self.is_slow:
+            if evener_main_process == os.getpid():
+                threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+            time.sleep(2)
+        return self.linear(x)
+evener_main_process = os.getpid()
+model = evener.parallelize(Slow(), "cpu*2")
+try:
+    model(torch.ones(4, 4))
+except KeyboardInterrupt:
+    print("interrupted")
+model.is_slow = False
+print(tuple(model(torch.ones(4, 4)).shape))
+"""
+    )
+
+    result = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=60, check=False
+    )
+
+    assert result.stdout.splitlines() == ["interrupted", "(4, 4)"], result.stderr
+
+
+def test_a_tensor_or_an_array_changed_in_place_is_noticed() -> None:
+    """Only attributes that were set anew were."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.temperature = torch.ones(2)
+            self.table = np.ones(2, dtype="f")
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.temperature * torch.from_numpy(self.table)
+
+    model = evener.parallelize(Scaled(), "cpu*2")
+    x = torch.ones(4, 2)
+    model(x)
+    model.temperature.fill_(3)
+    model.table[:] = 5
+
+    assert torch.equal(model(x), x * 15)
+    evener.release(model)
+
+
+def test_a_list_with_a_value_for_each_sample_is_warned_of() -> None:
+    """It goes to every device as a whole, which may be meant, or silently wrong."""
+
+    class Listed(nn.Module):
+        def forward(self, x: Tensor, names: list[str]) -> Tensor:
+            return x
+
+    model = evener.parallelize(Listed(), "cpu*2")
+    x = torch.ones(3)
+
+    with pytest.warns(UserWarning, match="a list of 3 values"):
+        model(x, ["a", "b", "c"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(x, ("a", "b", "c"))
+        model(x, ["a", "b"])
+    evener.release(model)
+
+
+def test_a_parameter_changed_before_backward_is_noticed_where_the_first_device_rests() -> None:
+    """A helper's replica shares the memory of a parameter, not its count of changes."""
+    model = evener.parallelize(nn.Linear(4, 3), "cpu*2", shares=(0, 1))
+    loss = model(torch.ones(6, 4)).sum()
+    with torch.no_grad():
+        model.weight.mul_(2)
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    evener.release(model)
+
+
+def test_forward_mode_and_function_transforms_are_refused(model: nn.Module) -> None:
+    """A tangent was lost without a word."""
+    x = torch.ones(4, 4, dtype=torch.float64)
+    with forward_ad.dual_level(), pytest.raises(EvenerError, match="forward-mode"):
+        model(forward_ad.make_dual(x, x))
+
+    with pytest.raises(EvenerError, match=r"torch\.func"):
+        torch.func.grad(lambda x: model(x).sum())(x)
+
+
+def test_compile_around_the_module_runs_it_in_parallel(model: nn.Module) -> None:
+    """Dynamo traced the messages to the helpers."""
+    x = torch.randn(6, 4, dtype=torch.float64)
+    expected = model(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compiled = torch.compile(model, backend="eager")
+        outputs = compiled(x)
+
+    torch.testing.assert_close(outputs, expected)
+    torch.compiler.reset()
+
+
+def test_a_file_that_trains_when_imported_says_so(tmp_path: Path) -> None:
+    """The helper imported it to have the class, and trained a second time."""
+    (tmp_path / "trains.py").write_text(
+        """
+import torch, evener
+from torch import nn
+class Net(nn.Linear):
+    pass
+model = evener.parallelize(Net(4, 4), "cpu*2")
+model(torch.ones(4, 4))
+"""
+    )
+    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import trains"
+
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+
+    assert result.returncode == 1
+    assert "trains when it is imported" in result.stderr.strip().splitlines()[-1]
+
+
+def test_sparse_inputs_are_refused_by_name(model: nn.Module) -> None:
+    with pytest.raises(BatchError, match=r"args\[0\] is a tensor of layout torch\.sparse_coo"):
+        model(torch.eye(4, dtype=torch.float64).to_sparse())
