@@ -167,6 +167,7 @@ def test_a_parameter_changed_before_backward_is_noticed_where_the_first_device_r
     evener.release(model)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own import
 def test_forward_mode_and_function_transforms_are_refused(model: nn.Module) -> None:
     """A tangent was lost without a word."""
     x = torch.ones(4, 4, dtype=torch.float64)

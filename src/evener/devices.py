@@ -185,8 +185,11 @@ def _what_there_is() -> str:
 
 
 def _accelerators() -> list[Device]:
+    # Asked first: where there is none, torch 2.6 raises instead of returning None.
+    if not torch.accelerator.is_available():
+        return []
     accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or not torch.accelerator.is_available():
+    if accelerator is None:
         return []
     kind = accelerator.type
     api = getattr(torch, kind)

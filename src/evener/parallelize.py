@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from torch.jit import ScriptModule
 
@@ -165,7 +166,10 @@ def _parallel_class(plain: type[nn.Module], *, is_plain_call: bool) -> type[nn.M
             self.__class__ = _parallel_class(state.plain, is_plain_call=False)
         own = state.own_forward or state.plain.forward.__get__(self)
         assert state.way is not None  # noqa: S101 - see is_plain_call
-        return state.way.call(self, own, args, kwargs)
+        call = state.way.call
+        if torch.compiler.is_compiling():  # torch.compile around the module; not for our own code
+            call = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
+        return call(self, own, args, kwargs)
 
     def reduce_ex(self: nn.Module, protocol: Any) -> Any:
         """Pickle and copy as a plain module."""
@@ -184,8 +188,6 @@ def _parallel_class(plain: type[nn.Module], *, is_plain_call: bool) -> type[nn.M
             rest[0] = kept
         return (function, arguments, *rest)
 
-    # torch.compile around the module runs it as it is; what is in it may be compiled.
-    forward._torchdynamo_disable = True  # type: ignore[attr-defined]
     body: dict[str, Any] = {
         "__module__": plain.__module__,
         "__qualname__": plain.__qualname__,

@@ -80,7 +80,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 def _is_importable(module: ModuleType) -> bool:
     """Whether another interpreter with our search path finds this very module by its name."""
-    name = module.__name__
+    # One may stand in sys.modules under a second name too, as collections.abc does.
+    name: str = getattr(getattr(module, "__spec__", None), "name", module.__name__)
+    if getattr(module, "__file__", None) is None:  # made by a library in C, or by a program
+        name = name.partition(".")[0]
     if name.partition(".")[0] in ("torch", "evener") or name in sys.builtin_module_names:
         return True
     # A submodule is looked for where its package is; a package that is loaded tells where.

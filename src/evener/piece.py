@@ -31,6 +31,7 @@ class Settings(NamedTuple):
     autocast: tuple[bool, torch.dtype, bool]  # on, dtype, cache
     default_dtype: torch.dtype
     deterministic: tuple[bool, bool]  # on, only warn
+    matmul_precision: str
 
     @classmethod
     def current(cls) -> Settings:
@@ -48,6 +49,7 @@ class Settings(NamedTuple):
                 torch.are_deterministic_algorithms_enabled(),
                 torch.is_deterministic_algorithms_warn_only_enabled(),
             ),
+            torch.get_float32_matmul_precision(),
         )
 
     @contextmanager
@@ -55,6 +57,8 @@ class Settings(NamedTuple):
         """Put them in force in this process; grad and autocast end with the block."""
         if torch.get_default_dtype() != self.default_dtype:
             torch.set_default_dtype(self.default_dtype)
+        if torch.get_float32_matmul_precision() != self.matmul_precision:
+            torch.set_float32_matmul_precision(self.matmul_precision)
         on, only_warn = self.deterministic
         if Settings.current().deterministic != self.deterministic:
             torch.use_deterministic_algorithms(on, warn_only=only_warn)

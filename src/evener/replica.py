@@ -139,7 +139,19 @@ def _fails(obj: Any, numbers: dict[int, int]) -> bool:
 
 
 def adopt(tensors: Sequence[Tensor], places: Sequence[Place], region: Region) -> None:
-    """Move tensors into the arena: the same objects, their values in its memory."""
+    """Move tensors into the arena: the same objects, their values in its memory.
+
+    Raises:
+        ModuleError: if two of them use the same memory: they would come apart.
+    """
+    by_memory: dict[int, Tensor] = {}
+    for tensor in tensors:
+        first = by_memory.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        if first is not tensor and tensor.untyped_storage().nbytes():
+            raise ModuleError(
+                f"two parameters, of shapes {tuple(first.shape)} and {tuple(tensor.shape)}, use "
+                "the same memory; tie them by giving both names to one nn.Parameter"
+            )
     # The user may call under inference_mode; what is made here outlives that.
     with torch.inference_mode(mode=False), torch.no_grad():
         for tensor, place in zip(tensors, places, strict=True):

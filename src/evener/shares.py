@@ -16,9 +16,9 @@ def share_out(batch: int, speeds: Sequence[float]) -> tuple[int, ...]:
     """Cut a batch in proportion to speeds, by the method of the largest remainder.
 
     Each device first gets the whole part of its exact quota; the samples left over go one each
-    to the largest fractions, the earlier device first among equals. (Hamilton's method, 1792; the
-    rounding error of each share stays below one sample, and no share depends on the order of
-    unequal devices.)
+    to the largest fractions; of equal ones the faster device comes first, then the earlier.
+    (Hamilton's method, 1792; the rounding error of each share stays below one sample, and no share
+    depends on the order of unequal devices.)
 
     Args:
         batch: number of samples, zero or more.
@@ -49,7 +49,7 @@ def share_out(batch: int, speeds: Sequence[float]) -> tuple[int, ...]:
     quotas = [batch * part / total for part in scaled]
     shares = [math.floor(quota) for quota in quotas]
     left = batch - sum(shares)
-    by_fraction = sorted(range(len(quotas)), key=lambda i: (shares[i] - quotas[i], i))
+    by_fraction = sorted(range(len(quotas)), key=lambda i: (shares[i] - quotas[i], -speeds[i], i))
     receivers = [i for i in by_fraction if scaled[i] > 0]
     for i in range(left):
         shares[receivers[i % len(receivers)]] += 1

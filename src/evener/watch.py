@@ -11,6 +11,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -28,6 +30,8 @@ _STRUCTURE = (
     "_backward_pre_hooks",
     "_backward_hooks",
 )
+_values = dict.values
+
 #: What nn.Module keeps for itself; all else in a module's dictionary are plain attributes.
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"} | {STATE_NAME}
 #: Buffers up to this size are sent at each call in training: batch norm changes its running
@@ -117,8 +121,10 @@ class Watch:
         self._forms = self._forms_now()
         self._sent = [(b, b.data_ptr(), _version(b)) for b in self.buffers]
         self._was_training = False
-        self._values: list[tuple[Any, ...]] = []
+        # The plain attributes, as they were: of each module, and all in a row.
         self._before: list[dict[str, Any]] = []
+        self._names: list[str] = []
+        self._objects: list[Any] = []
         self._containers: list[tuple[int, str, Any, Any]] = []
         self.accept()
 
@@ -141,7 +147,7 @@ class Watch:
         """What changed since this or :meth:`accept` was last called; false where nothing did."""
         update = Update()
         changed = self._containers_changed()
-        if self._values_now() != self._values:
+        if not self._is_as_before():
             changed |= self._attributes_changed(update)
         if changed:
             update.attributes = to_bytes(changed, self._shared, "changed attributes")
@@ -167,11 +173,10 @@ class Watch:
 
     def accept(self) -> None:
         """Take the attributes as they are: the module's own forward has just run."""
-        values = self._values_now()
-        if values != self._values:
-            self._values = values
-            # The objects are held, so that none of them can go and another take its identity.
+        if not self._is_as_before():
             self._before = [dict(d) for d in self._dicts]
+            self._names = [*chain.from_iterable(self._dicts)]
+            self._objects = [*chain.from_iterable(map(_values, self._dicts))]
             self._containers = [
                 (number, name, value, None)
                 for number, d in enumerate(self._dicts)
@@ -191,17 +196,25 @@ class Watch:
             if buffer is not None
         ]
 
-    def _structure_now(self) -> list[tuple[int, str, int]]:
-        # By identity: an equal parameter in another's place is another parameter.
+    def _structure_now(self) -> list[Any]:
+        # By identity: an equal parameter in another's place is another parameter. And by name and
+        # by how many there are in each place.
+        parts = list(filter(None, self._parts))
         return [
-            (i, name, id(value))
-            for i, part in enumerate(self._parts)
-            if part
-            for name, value in part.items()
+            *map(len, self._parts),
+            *map(id, chain.from_iterable(map(_values, parts))),
+            *chain.from_iterable(parts),
         ]
 
-    def _values_now(self) -> list[tuple[Any, ...]]:
-        return [(*d, *map(id, d.values())) for d in self._dicts]
+    def _is_as_before(self) -> bool:
+        """Whether all attributes are the same objects under the same names.
+
+        By identity: 1 and 1.0 are equal, and a user's own ``==`` may fail for what it is not
+        made for.
+        """
+        return [*chain.from_iterable(self._dicts)] == self._names and all(
+            map(is_, chain.from_iterable(map(_values, self._dicts)), self._objects)
+        )
 
     def _containers_changed(self) -> dict[tuple[int, str], Any]:
         return {
