@@ -89,8 +89,10 @@ class Channel:
                 return message[0]
             ready = self._poll.poll(0)
             if ready:
-                # Only once the socket has no more is it believed that the other has ended.
-                if all(fd != self._socket.fileno() for fd, _ in ready):
+                # Only once the socket has no more is it believed that the other has ended: a last
+                # message may have come between the two looks.
+                socket_fd = self._socket.fileno()
+                if all(fd != socket_fd for fd, _ in [*ready, *self._poll.poll(0)]):
                     raise ChannelClosedError
                 self._read()
                 continue
