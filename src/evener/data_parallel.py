@@ -224,9 +224,9 @@ def _own_saved_tensors() -> Iterator[None]:
     They are for the graph around the module. A checkpoint around it, for example, would run the
     module again from inside the piece's backward, while the helpers are in theirs.
     """
-    # Up to torch 2.6 nobody tells whether there are such hooks.
+    # An older torch does not tell whether there are such hooks: then it costs a call a tensor.
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    if top is not None and top(False):  # noqa: FBT003 - its only form
+    if top is None or top(False):  # noqa: FBT003 - its only form
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
             yield
     else:
