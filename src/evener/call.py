@@ -197,7 +197,7 @@ class Call:
             span=messages.Span(region.offset, region.num_bytes),
             seed=self._seeds[device],
             settings=settings,
-            lead=device == self._cut.lead,  # never the first device, which gets no message
+            lead=device == self._cut.lead,
         )
 
     # -------------------------------------------------------------- backward

@@ -121,6 +121,8 @@ class InputGradient:
             own: the main process's part, or None.
             reached: for each helper whether it has written a part.
         """
+        if self._rows is None:
+            self._region.close()  # used again only when a region is next taken, after this
         if own is None and not any(reached.values()):
             return None
         parts = {device: self._whole.tensor(place) for device, place in self.places.items()}
@@ -131,7 +133,6 @@ class InputGradient:
                 part.zero_()
         if self._rows is not None:
             return self._rows
-        self._region.close()
         return torch.stack(list(parts.values())).sum(0)
 
 

@@ -253,7 +253,6 @@ def _seed_others(seed: int) -> None:
 
 def _failure(error: BaseException) -> messages.Failure:
     summary = "".join(traceback.format_exception_only(error)).strip()
-    # The frames of this file and below are ours; the user's begin where the module is called.
     text = "".join(traceback.format_exception(error))
     try:
         data = dumps(error)
