@@ -13,8 +13,10 @@ from evener.batches import Batch, Cut
 from evener.call import Call, Run
 from evener.devices import Device
 from evener.errors import HelperDiedError
+from evener.journal import BACKWARD, EXCHANGE, FORWARD, INFERENCE, Journal
 from evener.piece import Settings
 from evener.team import Team
+from evener.timing import Timing
 
 
 @pytest.fixture
@@ -28,7 +30,10 @@ def run() -> Iterator[tuple[Run, nn.Module]]:
 
 
 def new_call(run: Run, module: nn.Module, x: Tensor, shares: list[int]) -> Call:
-    return Call(run, module, module.forward, Batch((x,), {}), Cut(shares), seeds=[0, 1])
+    timing = Timing(Journal(2), 1, shares)
+    return Call(
+        run, module, module.forward, Batch((x,), {}), Cut(shares), seeds=[0, 1], timing=timing
+    )
 
 
 def test_a_call_gives_outputs_and_gradients(run: tuple[Run, nn.Module]) -> None:
@@ -102,3 +107,58 @@ def test_a_new_structure_ends_older_graphs(run: tuple[Run, nn.Module]) -> None:
 
     with pytest.raises(HelperDiedError, match="the module's structure changed"):
         call.backward([torch.ones(5, 2)], keep_graph=False)
+
+
+def test_a_call_times_what_each_device_does(run: tuple[Run, nn.Module]) -> None:
+    made, module = run
+    journal = Journal(2)
+    batch = Batch((torch.randn(5, 3),), {})
+    timing = Timing(journal, 7, (2, 3))
+    call = Call(made, module, module.forward, batch, Cut([2, 3]), seeds=[0, 1], timing=timing)
+
+    call.forward(Settings.current())
+    call.backward([torch.ones(5, 2)], keep_graph=False)
+
+    assert [(phase.kind, phase.call, phase.shares) for phase in journal.phases] == [
+        (FORWARD, 7, (2, 3)),
+        (BACKWARD, 7, (2, 3)),
+    ]
+    for phase in journal.phases:
+        kinds = [(stretch.device, stretch.kind) for stretch in phase.stretches]
+        assert sorted(kinds) == sorted(
+            [(0, EXCHANGE), (0, phase.kind), (1, phase.kind), (0, EXCHANGE)]
+        )
+        for stretch in phase.stretches:  # one clock for both processes
+            assert phase.start_s <= stretch.start_s <= stretch.end_s <= phase.end_s
+    assert timing.num_phases == 2
+    assert all(timing.busy_s)
+    assert all(timing.lags_s)
+    assert timing.lasted_s >= max(map(float.__add__, timing.busy_s, timing.lags_s))
+
+
+def test_a_call_without_gradients_is_one_phase(run: tuple[Run, nn.Module]) -> None:
+    made, module = run
+    journal = Journal(2)
+    batch = Batch((torch.randn(5, 3),), {})
+    timing = Timing(journal, 1, (0, 5))
+    call = Call(made, module, module.forward, batch, Cut([0, 5]), seeds=[0, 1], timing=timing)
+
+    with torch.no_grad():
+        call.forward(Settings.current())
+
+    (phase,) = journal.phases
+    assert phase.kind == INFERENCE
+    assert journal.totals[0].num_calls == 0
+    assert journal.totals[1].num_samples == 5
+
+
+def test_a_call_whose_outputs_are_forgotten_was_a_forward(run: tuple[Run, nn.Module]) -> None:
+    made, module = run
+    call = new_call(made, module, torch.randn(5, 3), [2, 3])
+    call.forward(Settings.current())
+
+    del call
+    gc.collect()
+
+    (timing,) = made.forwards
+    assert timing.shares == (2, 3)

@@ -142,7 +142,7 @@ def test_an_error_leaves_everything_as_it_was(data, spec):
 
 def test_a_device_without_cores_is_confined_to_none():
     allowed = os.sched_getaffinity(0)
-    with main_job._confined_to(()):
+    with main_job.confined_to(()):
         assert os.sched_getaffinity(0) == allowed
 
 

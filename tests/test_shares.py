@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Sequence
 from fractions import Fraction
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from evener.errors import SharesError
-from evener.shares import share_out, weights_of
+from evener.shares import Choice, Cost, FixedShares, share_by_cost, share_out, weights_of
 
 batches = st.integers(0, 100_000)
 #: From the smallest number that a float can be to the largest.
@@ -111,7 +111,7 @@ def test_weights_of(shares: Any, num_devices: int, weights: tuple[float, ...]) -
 @pytest.mark.parametrize(
     ("shares", "num_devices", "says"),
     [
-        ("evn", 2, r"'evn' is not known; give \"even\", or one number a device"),
+        ("evn", 2, r"'evn' is not known; give \"auto\", \"even\", or one number a device"),
         ("", 2, "is not known"),
         ((3, 1), 3, r"\(3, 1\) has 2 numbers for 3 devices"),
         ((3, 1), 1, "has 2 numbers for 1 devices"),
@@ -121,7 +121,7 @@ def test_weights_of(shares: Any, num_devices: int, weights: tuple[float, ...]) -
         ((1, math.nan), 2, "nan"),
         ((1, math.inf), 2, "inf"),
         ((10**400, 1), 2, "expected"),
-        (3, 2, 'shares=3: expected "even"'),
+        (3, 2, 'shares=3: expected "auto", "even"'),
         (None, 2, "shares=None: expected"),
         ((1, None), 2, "expected"),
         (("a", "b"), 2, "expected"),
@@ -211,7 +211,99 @@ def test_only_the_ratio_of_speeds_counts(batch: int, speeds: list[int], unit: in
 
 @given(batches, st.integers(1, 12))
 def test_even_shares_are_as_even_as_can_be(batch: int, num_devices: int) -> None:
-    shares = share_out(batch, weights_of("even", num_devices))
+    shares = share_out(batch, weights_of("even", num_devices) or ())
 
     each, left = divmod(batch, num_devices)
     assert shares == (each + 1,) * left + (each,) * (num_devices - left)
+
+
+# ------------------------------------------------------------------ by cost
+
+
+@pytest.mark.parametrize(
+    ("batch", "costs", "caps", "shares"),
+    [
+        (0, [(0, 1), (0, 1)], None, (0, 0)),
+        (10, [(0, 1)], None, (10,)),
+        (10, [(0, 1), (0, 1)], None, (5, 5)),
+        (9, [(0, 1), (0, 2)], None, (6, 3)),
+        # The fixed part counts only where there are samples ...
+        (9, [(0, 1), (8, 1)], None, (9, 0)),
+        (11, [(0, 1), (8, 1)], None, (10, 1)),
+        # ... and a sample that would be late is better kept.
+        (3, [(0, 1), (0, 100)], None, (3, 0)),
+        (9, [(0, 1), (0, 2)], (4, 9), (4, 5)),
+        (9, [(0, 1), (0, 2)], (0, math.inf), (0, 9)),
+        (9, [(0, 1), (0, 2)], (4, 5), (4, 5)),
+        # As in the picture: two hundred times as fast.
+        (201, [(0, 200), (0, 1)], None, (1, 200)),
+    ],
+)
+def test_share_by_cost(
+    batch: int,
+    costs: list[tuple[float, float]],
+    caps: tuple[float, ...] | None,
+    shares: tuple[int, ...],
+) -> None:
+    assert share_by_cost(batch, [Cost(*cost) for cost in costs], caps) == shares
+
+
+@pytest.mark.parametrize(
+    ("batch", "costs", "caps", "says"),
+    [
+        (-1, [(0, 1)], None, "not -1"),
+        (1, [(0, 0)], None, "above zero a sample"),
+        (1, [(-1, 1)], None, "zero or more"),
+        (1, [(0, math.nan)], None, "nan"),
+        (1, [(math.inf, 1)], None, "inf"),
+        (9, [(0, 1), (0, 1)], (4, 4), r"9 samples for devices that can have \(4, 4\)"),
+    ],
+)
+def test_share_by_cost_refuses(
+    batch: int, costs: list[tuple[float, float]], caps: Any, says: str
+) -> None:
+    with pytest.raises(SharesError, match=says):
+        share_by_cost(batch, [Cost(*cost) for cost in costs], caps)
+
+
+seconds = st.one_of(st.floats(1e-7, 1e3), st.integers(1, 4).map(float))
+costs = st.builds(Cost, st.one_of(st.just(0.0), seconds), seconds)
+
+
+def slowest(devices: Sequence[Cost], shares: Sequence[int]) -> float:
+    return max(cost.seconds(share) for cost, share in zip(devices, shares, strict=True))
+
+
+@given(st.integers(0, 12), st.lists(st.tuples(costs, st.integers(0, 12)), min_size=1, max_size=3))
+def test_no_other_shares_are_done_earlier(batch: int, devices: list[tuple[Cost, int]]) -> None:
+    its_costs = [cost for cost, _ in devices]
+    caps = [cap for _, cap in devices]
+    if sum(caps) < batch:
+        return
+
+    shares = share_by_cost(batch, its_costs, caps)
+
+    others = product(*(range(min(batch, cap) + 1) for cap in caps))
+    best = min(slowest(its_costs, other) for other in others if sum(other) == batch)
+    assert sum(shares) == batch
+    assert all(0 <= share <= cap for share, cap in zip(shares, caps, strict=True))
+    assert slowest(its_costs, shares) <= best * (1 + 1e-9)
+
+
+@given(batches, st.lists(costs, min_size=1, max_size=64))
+def test_no_sample_can_be_moved_to_be_done_earlier(batch: int, devices: list[Cost]) -> None:
+    shares = share_by_cost(batch, devices)
+
+    assert sum(shares) == batch
+    assert min(shares) >= 0
+    done = slowest(devices, shares)
+    for cost, share in zip(devices, shares, strict=True):
+        assert cost.seconds(share + 1) >= done * (1 - 1e-9)
+
+
+def test_fixed_shares_learn_nothing() -> None:
+    policy = FixedShares((3, 1))
+
+    policy.observe((3, 1), (1.0, 9.0), (0.0, 0.0), 9.0)
+
+    assert policy.choose(8) == policy.guess(8) == Choice((6, 2), measured=False)

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from speed import START_LIMIT_S, WORKER, hear_start, start_group
-from targets import CONTENDERS, FIRST_STEP_S, MEMORY, ONE_DEVICE, Verdict
+from targets import FIRST_STEP_S, MEMORY, ONE_DEVICE
 
 from harness import Group, Spread
 from rounds import warm_up
+from start import CONTENDERS, START_LIMIT_S, WORKER, hear_start, start_group
+from tables import Verdict
 
 FIRST_STEP_WORKLOADS = ("smallmlp", "mlp")
 ONE_DEVICE_WORKLOAD = "smallmlp"

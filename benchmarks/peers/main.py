@@ -3,50 +3,34 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
-
-from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # harness.py and its neighbours
 
 from costs import measure_first_step, measure_memory, measure_one_device
 from speed import measure_speed
-from targets import CONTENDERS, DEFAULT_CONTENDERS, REFERENCE, WORKLOADS
+from targets import DEFAULT_CONTENDERS, REFERENCE, WORKLOADS
 
 import environment
-from harness import BENCHMARKS, ContenderError
+from options import add_common, attempt, end_in_order, make_console, names
 from results import Cost, Results
+from start import CONTENDERS
 
 QUESTIONS = ("speed", "first-step", "one-device", "memory")
 PACKAGES = ("torch", "accelerate", "lightning-fabric")
 MAX_CORES = 8
-
-Measured = TypeVar("Measured")
 
 
 def main() -> int:
     """Runs what is asked for; returns 1 if anything could not be measured, else 0."""
     options = _options()
     cores = _cores(options.cores)
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    console = make_console()
     results = Results(environment.describe(PACKAGES, len(cores)), _settings(options))
-    for signal_ in (signal.SIGTERM, signal.SIGHUP):
-        # They end the workers as Ctrl-C does.
-        signal.signal(signal_, lambda *_: sys.exit(1))
-
-    def attempt(what: str, measure: Callable[[], Measured]) -> list[Measured]:
-        console.print(f"{what} ...")
-        try:
-            return [measure()]
-        except ContenderError as error:
-            results.failures.append(f"{what}: {error}")
-            console.print(results.failures[-1], style="red", markup=False)
-            return []
+    end_in_order()
 
     questions = QUESTIONS if options.what == "all" else (options.what,)
     for workload in options.workloads if "speed" in questions else ():
@@ -59,14 +43,15 @@ def main() -> int:
             turn_s=options.turn_s,
             loss_inside=options.loss == "inside",
         )
-        results.speeds += attempt(f"speed on {workload}", measure_workload)
+        what = f"speed on {workload}"
+        results.speeds += attempt(what, measure_workload, console, results.failures)
     costs: dict[str, Callable[[], Cost]] = {
         "first-step": partial(measure_first_step, cores, num_rounds=options.rounds),
         "one-device": partial(measure_one_device, cores),
         "memory": partial(measure_memory, options.contenders, cores),
     }
     for question in [name for name in costs if name in questions]:
-        for cost in attempt(question, costs[question]):
+        for cost in attempt(question, costs[question], console, results.failures):
             results.costs[question] = cost
 
     results.print(console)
@@ -78,10 +63,9 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--what", choices=[*QUESTIONS, "all"], default="all")
-    parser.add_argument("--workloads", type=_names(WORKLOADS), default=WORKLOADS)
-    parser.add_argument("--contenders", type=_names(tuple(CONTENDERS)), default=DEFAULT_CONTENDERS)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--turn-s", type=float, default=1.5, help="seconds of a turn")
+    parser.add_argument("--workloads", type=names(WORKLOADS), default=WORKLOADS)
+    parser.add_argument("--contenders", type=names(tuple(CONTENDERS)), default=DEFAULT_CONTENDERS)
+    add_common(parser, rounds=7, turn_s=1.5)
     parser.add_argument("--cores", type=int, help="how many, a power of two; all up to 8")
     parser.add_argument(
         "--loss",
@@ -89,25 +73,10 @@ def _options() -> argparse.Namespace:
         default="outside",
         help="whether the loop or the module's forward computes the loss",
     )
-    parser.add_argument("--out", type=Path, default=BENCHMARKS / "results")
-    parser.add_argument("--no-write", action="store_true")
     options = parser.parse_args()
     if REFERENCE not in options.contenders:
         options.contenders = (REFERENCE, *options.contenders)
     return options
-
-
-def _names(known: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
-    def parse(text: str) -> tuple[str, ...]:
-        names = tuple(text.split(","))
-        unknown = [name for name in names if name not in known]
-        if unknown:
-            raise argparse.ArgumentTypeError(
-                f"unknown: {', '.join(unknown)}; known: {', '.join(known)}"
-            )
-        return names
-
-    return parse
 
 
 def _cores(asked: int | None) -> list[int]:

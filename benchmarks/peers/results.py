@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from costs import FirstStepResult, MemoryResult, OneDeviceResult
 from rich.console import Console
-from rich.table import Table
 from speed import SpeedResult
-from targets import CONTENDERS, REFERENCE, Verdict
+from targets import REFERENCE
 
-from environment import slug
+from start import CONTENDERS
+from tables import (
+    Rows,
+    Verdict,
+    bullets,
+    markdown,
+    rich_table,
+    verdict_rows,
+    verdicts_json,
+    write,
+)
 
-Rows = list[Sequence[str]]
 Cost = FirstStepResult | OneDeviceResult | MemoryResult
 
 
@@ -47,12 +54,12 @@ class Results:
 
     def print(self, console: Console) -> None:
         if self.speeds:
-            console.print(_rich("Speed against one core", speed_rows(self.speeds)))
+            console.print(rich_table("Speed against one core", speed_rows(self.speeds)))
         for cost in self.costs.values():
             for line in cost.lines():
                 console.print(line)
         if self.verdicts():
-            console.print(_rich("Targets", verdict_rows(self.verdicts())))
+            console.print(rich_table("Targets", verdict_rows(self.verdicts())))
         for warning in self.warnings():
             console.print(f"WARNING: {warning}", style="yellow")
         for failure in self.failures:
@@ -60,12 +67,7 @@ class Results:
 
     def write(self, folder: Path) -> Path:
         """Writes the Markdown and the JSON file; returns the first one's path."""
-        folder.mkdir(parents=True, exist_ok=True)
-        processor = slug(f"{self.environment['processor']} {self.environment['cores'].split()[0]}")
-        path = folder / f"peers_{processor}cores_{self.environment['date']}.md"
-        path.write_text(self.to_markdown())
-        path.with_suffix(".json").write_text(json.dumps(self.to_json(), indent=1) + "\n")
-        return path
+        return write(folder, "peers", self.environment, self.to_markdown(), self.to_json())
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -73,10 +75,7 @@ class Results:
             "settings": self.settings,
             "speed": {speed.workload: speed.to_json() for speed in self.speeds},
             **{name: cost.to_json() for name, cost in self.costs.items()},
-            "targets": [
-                dict(zip(("what", "value", "target", "verdict"), v.row(), strict=True))
-                for v in self.verdicts()
-            ],
+            "targets": verdicts_json(self.verdicts()),
             "warnings": self.warnings(),
             "failures": self.failures,
         }
@@ -86,15 +85,15 @@ class Results:
         if self.speeds:
             parts += [
                 "Speed against one core in the same round: median (lowest..highest).",
-                _markdown(speed_rows(self.speeds)),
+                markdown(speed_rows(self.speeds)),
             ]
-        parts += [_bullets(line for cost in self.costs.values() for line in cost.lines())]
+        parts += [bullets(line for cost in self.costs.values() for line in cost.lines())]
         if self.verdicts():
-            parts += ["Targets:", _markdown(verdict_rows(self.verdicts()))]
-        parts += [_bullets(f"Warning: {warning}" for warning in self.warnings())]
-        parts += [_bullets(f"Failed: {failure.splitlines()[0]}" for failure in self.failures)]
-        parts += ["## Environment", _bullets(f"{k}: {v}" for k, v in self.environment.items())]
-        parts += ["## To Reproduce", _bullets(f"{k}: {v}" for k, v in self.settings.items())]
+            parts += ["Targets:", markdown(verdict_rows(self.verdicts()))]
+        parts += [bullets(f"Warning: {warning}" for warning in self.warnings())]
+        parts += [bullets(f"Failed: {failure.splitlines()[0]}" for failure in self.failures)]
+        parts += ["## Environment", bullets(f"{k}: {v}" for k, v in self.environment.items())]
+        parts += ["## To Reproduce", bullets(f"{k}: {v}" for k, v in self.settings.items())]
         return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -108,23 +107,3 @@ def speed_rows(speeds: Sequence[SpeedResult]) -> Rows:
         row += [str(speed.ratios(name, [REFERENCE])) for name in names]
         rows.append([*row, str(speed.against_best_peer() or "")])
     return rows
-
-
-def verdict_rows(verdicts: Sequence[Verdict]) -> Rows:
-    return [["what", "measured", "target", "verdict"], *(v.row() for v in verdicts)]
-
-
-def _rich(title: str, rows: Rows) -> Table:
-    table = Table(*rows[0], title=title)
-    for row in rows[1:]:
-        table.add_row(*row)
-    return table
-
-
-def _markdown(rows: Rows) -> str:
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([lines[0], "|" + " --- |" * len(rows[0]), *lines[1:]])
-
-
-def _bullets(lines: Iterable[str]) -> str:
-    return "\n".join(f"- {line}" for line in lines)

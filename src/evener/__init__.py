@@ -3,5 +3,6 @@
 from evener.devices import Device, devices
 from evener.errors import EvenerError
 from evener.parallelize import parallelize, release
+from evener.report import Report, report
 
-__all__ = ["Device", "EvenerError", "devices", "parallelize", "release"]
+__all__ = ["Device", "EvenerError", "Report", "devices", "parallelize", "release", "report"]

@@ -13,6 +13,7 @@ of the devices, is raised: the helpers are then ready for the next call.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,10 +25,12 @@ from evener.arena import put
 from evener.batches import Batch, Cut
 from evener.errors import HelperDiedError
 from evener.gradients import InputGradient, SharedGradients, cut_gradients, own_gradients
+from evener.journal import BACKWARD, FORWARD, INFERENCE
 from evener.mirror import Mirror
 from evener.outputs import Outputs
 from evener.piece import Piece, Settings
 from evener.team import Team
+from evener.timing import Timing
 from evener.trees import Structure, structure_from_bytes, structure_to_bytes
 
 
@@ -44,6 +47,7 @@ class Run:
         num_calls: how many there were; the pieces of a call have its number.
         received: the structure of the outputs that each device sent last.
         sent: the structure of the inputs that each device was sent last.
+        forwards: the timings of calls that have ended without a backward, the latest.
     """
 
     def __init__(self, module: nn.Module, team: Team) -> None:
@@ -52,6 +56,7 @@ class Run:
         self.num_calls = 0
         self.received: dict[int, Structure] = {}
         self.sent: dict[int, Structure] = {}
+        self.forwards: deque[Timing] = deque(maxlen=8)
 
     def settle(self) -> None:
         """Receive what an interrupted call has left unanswered."""
@@ -78,8 +83,10 @@ class Call:
         batch: the inputs.
         cut: who has which part of them.
         seeds: a seed for each device's piece.
+        timing: its stop watch.
 
     Attributes:
+        timing: its stop watch.
         inputs: the inputs that a gradient is wanted for.
         trainable: the module's shared tensors that require a gradient.
         outputs: the joined outputs, after :meth:`forward`.
@@ -96,9 +103,12 @@ class Call:
         cut: Cut,
         *,
         seeds: Sequence[int],
+        timing: Timing,
     ) -> None:
         self._is_open = False  # whether helpers hold a piece of this call
         self._run = run
+        self.timing = timing
+        timing.begin(FORWARD, run.team.worked)
         self._module = module
         self._function = function
         self._batch = batch
@@ -116,6 +126,8 @@ class Call:
         self._versions = [tensor._version for tensor in self.trainable]
 
     def __del__(self) -> None:
+        if self.timing.num_phases == 1 and self.timing.kind == FORWARD:
+            self._run.forwards.append(self.timing)
         self._close()
 
     def _close(self) -> None:
@@ -133,7 +145,9 @@ class Call:
         Args:
             settings: those of the user's program; ``grad`` tells whether a backward may come.
         """
-        run, team, cut = self._run, self._run.team, self._cut
+        run, team, cut, timing = self._run, self._run.team, self._cut, self.timing
+        if not settings.grad:
+            timing.kind = INFERENCE
         everybody = range(1, len(team.devices))
         idle = [device for device in everybody if device not in cut.parts]
         resting = idle if self._update else []
@@ -146,7 +160,7 @@ class Call:
         answers: dict[int, tuple[Structure, list[Any]]] = {}
         errors: list[BaseException] = []
         if 0 in cut.parts:
-            with _collected(errors):
+            with _collected(errors), timing.own_piece():
                 answers[0] = self._run_own(settings)
         for device in cut.helpers:
             answer = team.receive(device)
@@ -157,6 +171,7 @@ class Call:
             answers[device] = (run.received[device], messages.unpicklable(answer.leaves))
             if answer.changed:
                 run.mirror.take_attributes(self._module, answer.changed)
+        timing.pieces()
         team.collect(resting)
         if not idle and cut.lead == 0:
             run.mirror.accept()  # else the next call tells those who did not run what changed
@@ -164,7 +179,9 @@ class Call:
             raise errors[0]
         if cut.lead != 0:
             run.mirror.take_buffers(self._module)
-        self.outputs = Outputs(team, self._number, cut, answers)
+        with timing.joining():
+            self.outputs = Outputs(team, self._number, cut, answers)
+        timing.end()
         if not settings.grad:
             self._close()
 
@@ -220,6 +237,8 @@ class Call:
         """
         team, cut, forms = self._run.team, self._cut, self.outputs.forms
         self._check_graph()
+        timing = self.timing
+        timing.begin(BACKWARD, team.worked)
         inputs = [InputGradient(team, cut, tensor) for tensor in self.inputs]
         num_bytes = self._run.mirror.layout_bytes
         shared = SharedGradients(team, cut.helpers, self._layout, num_bytes)
@@ -241,7 +260,7 @@ class Call:
         errors: list[BaseException] = []
         own: list[Tensor | None] = [None] * (len(inputs) + len(self.trainable))
         if self._own is not None:
-            with _collected(errors):
+            with _collected(errors), timing.own_piece():
                 parts = cut_gradients(gradients, forms, cut, 0)
                 own = own_gradients(self._own, parts, self.trainable, keep_graph=keep_graph)
         answers: dict[int, messages.Gradients] = {}
@@ -251,18 +270,23 @@ class Call:
                 errors.append(team.error_of(device, answer))
             else:
                 answers[device] = answer
+        timing.pieces()
         for region in held:
             region.close()
         if errors or not keep_graph:
             self._close()
-        sums = [] if errors else shared.add_up(self._wanted, own[len(inputs) :], answers)
-        shared.close()
         if errors:
+            shared.close()
             raise errors[0]
-        joined = [
-            gradient.join(mine, {device: answer.inputs[i] for device, answer in answers.items()})
-            for i, (gradient, mine) in enumerate(zip(inputs, own, strict=False))
-        ]
+        with timing.joining():
+            sums = shared.add_up(self._wanted, own[len(inputs) :], answers)
+            shared.close()
+            reached = {device: answer.inputs for device, answer in answers.items()}
+            joined = [
+                gradient.join(mine, {device: its[i] for device, its in reached.items()})
+                for i, (gradient, mine) in enumerate(zip(inputs, own, strict=False))
+            ]
+        timing.end()
         return [*joined, *sums]
 
     def _check_graph(self) -> None:

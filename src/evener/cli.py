@@ -1,4 +1,4 @@
-"""The command line: ``evener train`` and ``evener devices``.
+"""The command line: ``evener train``, ``evener bench`` and ``evener devices``.
 
 It reads options, shows progress and results, and decides nothing else. What a command needs is
 imported inside of it, so that ``evener --help`` does not wait for it.
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from evener.textbook.record import Epoch, Run, Step
 
 INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
+
+BatchSize = Annotated[int, typer.Option(help="Images in a batch, on all devices together.")]
 
 # The base of typer's errors about options. It has no public name of its own, and is click's in
 # older versions of typer and typer's own in newer ones.
@@ -96,9 +98,7 @@ def train(
         typer.Option(help='Such as "auto", "cpu", "cpu:0,cpu:1", "cpu*4"; see evener devices.'),
     ] = "auto",
     epochs: Annotated[int, typer.Option(help="How often all images are seen.")] = Settings.epochs,
-    batch_size: Annotated[
-        int, typer.Option(help="Images in a batch, on all devices together.")
-    ] = Settings.batch_size,
+    batch_size: BatchSize = Settings.batch_size,
     lr: Annotated[float, typer.Option(help="Learning rate of SGD.")] = Settings.lr,
     momentum: Annotated[float, typer.Option(help="Momentum of SGD.")] = Settings.momentum,
     width: Annotated[
@@ -172,6 +172,53 @@ def train(
         (out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
         comparison.plot(runs, out / "loss.png")
         console.print(f"wrote {out / 'report.json'} and {out / 'loss.png'}", soft_wrap=True)
+
+
+@app.command(name="bench")
+def compare_speeds(
+    *,
+    devices: Annotated[
+        str, typer.Option(help='Two or more, such as "cpu", "cpu:0,cpu:1", "cpu*4".')
+    ] = "auto",
+    slow: Annotated[
+        str, typer.Option(help='Slow devices by busy neighbours: "cpu:1=0.5" to half its speed.')
+    ] = "",
+    batch_size: BatchSize = Settings.batch_size,
+    width: Annotated[int, typer.Option(help="Channels of the first stage.")] = Settings.width,
+    rounds: Annotated[int, typer.Option(help="How often each takes a turn.")] = 3,
+    seconds: Annotated[float, typer.Option(help="How long a turn takes.")] = 1.0,
+) -> None:
+    """Train ResNet-18 on random images on each device alone and on all, in turns, and compare."""
+    from rich.console import Console  # noqa: PLC0415
+    from rich.progress import Progress  # noqa: PLC0415
+
+    import evener  # noqa: PLC0415
+    from evener.neighbour import parse_slow  # noqa: PLC0415
+    from evener.textbook import bench  # noqa: PLC0415
+
+    console = Console(highlight=False, markup=False)
+    slowed = parse_slow(slow) if slow else {}
+    found = evener.devices(devices)
+    console.print(f"comparing: {', '.join(map(str, found))}", soft_wrap=True)
+    for label, speed in slowed.items():
+        console.print(f"a neighbour leaves {label} {speed:g} of its speed")
+    # Drawn between turns only: what is timed shares its cores with nobody.
+    with Progress(
+        console=console, transient=True, auto_refresh=False, disable=not console.is_terminal
+    ) as progress:
+        bar = progress.add_task("")
+
+        def on_turn(who: str, num_done: int, num_turns: int) -> None:
+            progress.update(bar, description=who, completed=num_done, total=num_turns)
+            progress.refresh()
+
+        settings = Settings(batch_size=batch_size, width=width)
+        result = bench.measure(
+            found, settings, slow=slowed, num_rounds=rounds, seconds=seconds, on_turn=on_turn
+        )
+    console.print(bench.table(result))
+    for note in bench.notes(result):
+        console.print(note, soft_wrap=True)
 
 
 @app.command(name="devices")
@@ -252,13 +299,9 @@ def _training_bar(
         refresh_per_second=4,
         disable=not console.is_terminal,
     ) as progress:
-        fields: dict[str, Any] = {
-            "epoch": 1,
-            "epochs": settings.epochs,
-            "loss": float("nan"),
-            "rate": 0.0,
-        }
-        bar = progress.add_task("", total=len(data.train), **fields)
+        bar = progress.add_task(
+            "", total=len(data.train), epoch=1, epochs=settings.epochs, loss=float("nan"), rate=0.0
+        )
 
         def on_step(step: Step) -> None:
             progress.update(bar, completed=step.num_images, loss=step.loss, rate=step.images_per_s)

@@ -19,9 +19,11 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -29,13 +31,20 @@ from torch.autograd import forward_ad
 from torch.nn.parameter import is_lazy
 
 from evener import allocator
+from evener.alone import run_alone
+from evener.balance import Balancer
 from evener.batches import Batch, Cut
 from evener.call import Call, Run
 from evener.devices import Device
 from evener.errors import EvenerError
+from evener.journal import Journal
 from evener.piece import Settings, seed_of_piece, seeded
-from evener.shares import share_out
+from evener.shares import Choice, FixedShares
 from evener.team import Team
+from evener.timing import Timing
+
+#: What decides the shares.
+Policy: TypeAlias = Balancer | FixedShares
 
 
 class DataWay:
@@ -43,15 +52,24 @@ class DataWay:
 
     Args:
         devices: two devices or more, all of them CPU devices; the first is the main process's.
-        weights: what the shares are in proportion to, one number a device.
+        policies: what decides the shares, in training and in inference: the second has no
+            backward, and devices may differ more in one than in the other.
         timeout_s: how long one answer of a helper may take.
+
+    Attributes:
+        journal: what each device did.
     """
 
     def __init__(
-        self, devices: Sequence[Device], weights: Sequence[float], timeout_s: float
+        self,
+        devices: Sequence[Device],
+        policies: tuple[Policy, Policy],
+        timeout_s: float,
     ) -> None:
         self._devices = list(devices)
-        self._weights = tuple(weights)
+        self._policies = policies
+        self.journal = Journal(len(devices))
+        self._num_calls = 0
         self._timeout_s = timeout_s
         self._main_pid = os.getpid()
         self._lock = threading.RLock()
@@ -91,16 +109,22 @@ class DataWay:
             return forward(*args, **kwargs)
         with self._lock, ExitStack() as stack:
             seeds = self._next_seeds()
-            shares = share_out(batch.size, self._weights)
-            if sum(shares[1:]) == 0:
+            settings = Settings.current()
+            grad = settings.grad and not settings.inference
+            choice = self._choose(batch.size, grad=grad)
+            self._num_calls += 1
+            timing = Timing(self.journal, self._num_calls, choice.shares)
+            if sum(choice.shares[1:]) == 0 and not (choice.measured and grad):
                 with seeded(seeds[0]):
-                    return forward(*args, **kwargs)
+                    outputs = run_alone(partial(forward, *args, **kwargs), timing, grad=grad)
+                if not grad:
+                    self._learn(self._policies[1], timing)
+                return outputs
             run = self._ready(module)
             stack.enter_context(self._on_own_cores())
             run.settle()
-            call = Call(run, module, self._own(forward), batch, Cut(shares), seeds=seeds)
-            settings = Settings.current()
-            grad = settings.grad and not settings.inference
+            cut = Cut(choice.shares)
+            call = Call(run, module, self._own(forward), batch, cut, seeds=seeds, timing=timing)
             settings = settings._replace(grad=grad and bool(call.inputs or call.trainable))
             if settings.grad:
                 tensors = _Joined.apply(  # type: ignore[no-untyped-call]
@@ -109,6 +133,7 @@ class DataWay:
             else:
                 call.forward(settings)
                 tensors = call.outputs.tensors
+                self._learn(self._policies[1], timing)
             return call.outputs.tree(tensors)
 
     def backward(
@@ -119,7 +144,10 @@ class DataWay:
             if self._run is not None and self._run.team.is_running:
                 self._run.settle()
             with self._marked():
-                return call.backward(gradients, keep_graph=keep_graph)
+                found = call.backward(gradients, keep_graph=keep_graph)
+            if call.timing.num_phases == 2:  # noqa: PLR2004 - a forward, and its first backward
+                self._learn(self._policies[0], call.timing)
+            return found
 
     def stop(self) -> None:
         """End the helpers, and give the parameters memory of their own again."""
@@ -139,13 +167,36 @@ class DataWay:
                 allocator.return_memory()
                 self._keeps_memory = False
 
+    def _choose(self, batch: int, *, grad: bool) -> Choice:
+        """The shares of the next call."""
+        training, inference = self._policies
+        while self._run is not None and self._run.forwards:
+            # Gradients were on, and nobody asked for one: an evaluation without no_grad.
+            self._learn(inference, self._run.forwards.popleft())
+        if grad and not training.num_observed:
+            choice = inference.guess(batch)
+        else:
+            choice = (training if grad else inference).choose(batch)
+        for device in choice.left_out:
+            label = self._devices[device].label
+            warnings.warn(
+                f"{label} is too slow to help with batches of {batch} samples and has no share of "
+                "them; it is tried again now and then. evener.report(module) shows the shares; "
+                'shares="even", or numbers such as shares=(3, 1), fixes them',
+                stacklevel=2,
+            )
+        return choice
+
+    def _learn(self, policy: Policy, timing: Timing) -> None:
+        policy.observe(timing.shares, timing.busy_s, timing.lags_s, timing.lasted_s)
+
     def _ready(self, module: nn.Module) -> Run:
         """The running team; a new one at the first call, and after a helper's death."""
         if self._run is not None and not self._run.team.is_running:
             self._run.mirror.dissolve()
             self._run = None
         if self._run is None:
-            team = Team(self._devices, self._timeout_s)
+            team = Team(self._devices, self._timeout_s, self.journal)
             try:
                 self._run = Run(module, team)
             except BaseException:

@@ -222,7 +222,8 @@ class SharedGradients:
             if all(answer.present[number] for answer in answers.values())
         ]
         places = [self._layout[number] for number in common]
-        if len(answers) == 1 or sum(place.num_bytes for place in places) < host.SCATTER_BYTES:
+        num_bytes = sum(place.num_bytes for place in places)
+        if len(answers) <= 1 or num_bytes < host.SCATTER_BYTES:
             return frozenset()
         spans = [
             messages.Span(region.offset, region.num_bytes) for region in self.regions.values()

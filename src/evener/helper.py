@@ -75,6 +75,7 @@ class Helper:
 
     def answer(self, request: messages.Request) -> messages.Reply:
         """Carry out a request. What the user's module raises becomes a ``Failure``."""
+        start_s = time.perf_counter()
         for number in request.dropped:
             self._pieces.pop(number, None)
         actions: dict[type, Callable[[Any], Any]] = {
@@ -94,7 +95,7 @@ class Helper:
         freed = [number for number, region in self._regions.items() if not region.in_use]
         for number in freed:
             del self._regions[number]
-        return messages.Reply(reply, freed)
+        return messages.Reply(reply, freed, start_s, time.perf_counter())
 
     def _load(self, message: messages.Load) -> messages.Done:
         sys.path[:] = message.sys_path

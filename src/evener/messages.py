@@ -212,10 +212,20 @@ class Request(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """What a helper sends: a message, and pieces whose inputs it no longer reads."""
+    """What a helper sends.
+
+    Attributes:
+        message: the answer.
+        freed: pieces whose inputs it no longer reads.
+        start_s: when it began with the request, in seconds of ``time.perf_counter``: on Linux that
+            is one clock for all processes.
+        end_s: when it was done.
+    """
 
     message: Any
     freed: list[int]
+    start_s: float = 0.0
+    end_s: float = 0.0
 
 
 #: Kinds of leaves that pickle sends well; all others are left to cloudpickle.

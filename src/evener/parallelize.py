@@ -19,12 +19,14 @@ import torch
 from torch import nn
 from torch.jit import ScriptModule
 
-from evener.data_parallel import DataWay
+from evener.balance import Balancer
+from evener.data_parallel import DataWay, Policy
 from evener.devices import Device, DevicesSpec, devices
 from evener.errors import DeviceError, ModuleError
 from evener.helper import HELPER_VARIABLE
+from evener.journal import Journal
 from evener.pickling import STATE_NAME
-from evener.shares import weights_of
+from evener.shares import FixedShares, weights_of
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _devices = devices  # the function: in `parallelize` that name is an argument
@@ -33,9 +35,14 @@ _devices = devices  # the function: in `parallelize` that name is an argument
 class _State:
     """What makes a module parallel; the module's attribute ``STATE_NAME``."""
 
-    def __init__(self, plain: type[nn.Module], way: DataWay | None) -> None:
+    def __init__(
+        self, plain: type[nn.Module], way: DataWay | None, devices: Sequence[Device]
+    ) -> None:
         self.plain = plain
         self.way = way
+        #: For :func:`evener.report`.
+        self.devices = list(devices)
+        self.journal = Journal(len(devices)) if way is None else way.journal
         #: A forward that the user had set on the instance.
         self.own_forward: Callable[..., Any] | None = None
         self.finalizer: weakref.finalize[Any, Any] | None = None
@@ -46,7 +53,7 @@ def parallelize(
     devices: DevicesSpec = "auto",
     how: str = "data",
     *,
-    shares: str | Sequence[float] = "even",
+    shares: str | Sequence[float] = "auto",
     timeout_s: float = 600.0,
 ) -> ModuleT:
     """Make a module run on several devices, in place.
@@ -61,8 +68,10 @@ def parallelize(
         devices: which devices, as in :func:`evener.devices`. The first one is driven by this
             process. With one device the call stays the plain call.
         how: the way of sharing the work: ``"data"``, each device a share of each batch.
-        shares: ``"even"``, or one number a device such as ``(3, 1)``, in whose proportion batches
-            are cut. Zero lets a device rest.
+        shares: ``"auto"``: how fast each device is, is measured while it works, and batches are
+            cut so that all are done at the same time; a device that costs more than it brings
+            gets nothing. Or ``"even"``, or one number a device such as ``(3, 1)``, in whose
+            proportion batches are cut; zero lets a device rest.
         timeout_s: how long a device may take for one forward or backward before it is given up,
             in seconds.
 
@@ -108,9 +117,9 @@ def parallelize(
     way = None
     if len(found) > 1:
         _check_drivable(found)
-        way = DataWay(found, weights, timeout_s)
+        way = DataWay(found, _policies(weights, len(found)), timeout_s)
     plain = type(module)
-    state = _State(plain, way)
+    state = _State(plain, way, found)
     if way is not None:
         state.own_forward = vars(module).pop("forward", None)
         state.finalizer = weakref.finalize(module, way.stop)
@@ -143,6 +152,13 @@ def release(module: ModuleT) -> ModuleT:
     if state.own_forward is not None:
         module.forward = state.own_forward
     return module
+
+
+def _policies(weights: Sequence[float] | None, num_devices: int) -> tuple[Policy, Policy]:
+    if weights is None:
+        return Balancer(num_devices), Balancer(num_devices)
+    fixed = FixedShares(weights)
+    return fixed, fixed
 
 
 def _check_drivable(found: Sequence[Device]) -> None:

@@ -32,6 +32,7 @@ from evener.arena import Arena, Region
 from evener.channel import Channel, ChannelClosedError
 from evener.devices import Device
 from evener.errors import HelperDiedError, HelperRaisedError, HelperStartError, RemoteTraceback
+from evener.journal import Journal
 
 #: How long a wait looks before it sleeps. It bridges a user's optimizer step on a small model.
 SPIN_S = 0.002
@@ -68,20 +69,27 @@ class Team:
     Args:
         devices: the devices, two or more; the first is the main process's.
         timeout_s: how long one answer may take.
+        journal: is told of lost helpers. Default: nobody is.
 
     Attributes:
         devices: the devices.
         arena: the shared memory.
         is_running: false once the helpers have been stopped.
+        worked: (device, start, end) of each answer, in seconds of ``time.perf_counter``, since
+            the list was last cleared.
 
     Raises:
         HelperStartError: if a helper does not start.
         ArenaError: if there is no shared memory.
     """
 
-    def __init__(self, devices: Sequence[Device], timeout_s: float) -> None:
+    def __init__(
+        self, devices: Sequence[Device], timeout_s: float, journal: Journal | None = None
+    ) -> None:
         self.devices = list(devices)
         self.is_running = True
+        self.worked: list[tuple[int, float, float]] = []
+        self._journal = journal
         self._timeout_s = timeout_s
         self._main_pid = os.getpid()
         self._members: list[_Member] = []
@@ -131,6 +139,7 @@ class Team:
         except (ChannelClosedError, TimeoutError) as error:
             self._lose(member, error)
         member.num_unanswered -= 1
+        self.worked.append((device, reply.start_s, reply.end_s))
         for piece in reply.freed:
             member.regions.pop(piece).close()
         return reply.message
@@ -254,6 +263,8 @@ class Team:
 
     def _lose(self, member: _Member, error: Exception) -> None:
         cause = _cause_of_death(member.process, error, self._timeout_s)
+        if self._journal is not None:
+            self._journal.fault(self._members.index(member) + 1)
         self.stop()
         raise HelperDiedError(
             f"the helper of {member.device.label} (process {member.process.pid}) {cause}; the "

@@ -132,7 +132,7 @@ def run(
     with contextlib.ExitStack() as stack:
         started_s = time.perf_counter()
         if num_devices == 1:
-            stack.enter_context(_confined_to(first.cores))
+            stack.enter_context(confined_to(first.cores))
         else:
             evener.parallelize(model, list(devices))
             stack.callback(evener.release, model)
@@ -145,7 +145,7 @@ def run(
 
 
 @contextlib.contextmanager
-def _confined_to(cores: tuple[int, ...]) -> Iterator[None]:
+def confined_to(cores: tuple[int, ...]) -> Iterator[None]:
     """Compute on these cores only, with one thread for each; on any, where there are none."""
     if not cores:  # an accelerator
         yield

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,10 +86,10 @@ def fabric(model: nn.Module, optimizer: Optimizer, place: Place) -> Setup:
     return Setup(prepared, prepared_optimizer, fabric.backward, close)
 
 
-def evener(model: nn.Module, optimizer: Optimizer, _: Place) -> Setup:
+def evener(model: nn.Module, optimizer: Optimizer, _: Place, **options: Any) -> Setup:
     import evener  # noqa: PLC0415 (the peers run without it)
 
-    evener.parallelize(model)
+    evener.parallelize(model, **options)
     return Setup(model, optimizer, close=lambda: evener.release(model))
 
 
@@ -100,6 +101,8 @@ CONTENDERS: dict[str, Callable[[nn.Module, Optimizer, Place], Setup]] = {
     "accelerate": accelerate,
     "fabric": fabric,
     "evener": evener,
+    "evener_even": partial(evener, shares="even"),
+    "evener_auto": partial(evener, shares="auto"),
 }
 
 

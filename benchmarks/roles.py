@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import statistics
 import time
+from contextlib import ExitStack
 from typing import Any
 
 import torch
-from contenders import Place, Training
 
 from channel import Channel
+from contenders import Place, Training
 
 
 def train(channel: Channel, task: dict[str, Any]) -> None:
@@ -72,3 +73,24 @@ def one_device(channel: Channel, task: dict[str, Any]) -> None:
         ratios.append(single_s / plain_s)
     evener.release(single.setup.model)
     channel.say(ratios=ratios, median=statistics.median(ratios))
+
+
+def neighbour(channel: Channel, task: dict[str, Any]) -> None:
+    """Slows its cores to the speed that it is told each time; null lets them be."""
+    from evener.neighbour import Neighbour  # noqa: PLC0415 (the other roles must not load it)
+
+    channel.say()
+    with ExitStack() as there:
+        for request in channel.requests():
+            there.close()
+            if request["speed"] is not None:
+                there.enter_context(Neighbour(task["cores"], request["speed"]))
+            channel.say()
+
+
+ROLES = {
+    "train": train,
+    "first-step": first_step,
+    "one-device": one_device,
+    "neighbour": neighbour,
+}

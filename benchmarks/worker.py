@@ -1,8 +1,8 @@
 """One process of one contender: `worker.py TASK`, with the task as JSON.
 
-A task names its role: `train` (trains in turns, as told), `first-step`, `one-device`, or
-`import` (imports torch and nothing else). The roles' results are described where they are
-asked for, in `speed.py` and `costs.py`.
+A task names its role: `train` (trains in turns, as told), `first-step`, `one-device`, `import`
+(imports torch and nothing else), or `neighbour` (slows its cores, as told). The roles' results are
+described in `roles.py`, and where they are asked for.
 """
 
 from __future__ import annotations
@@ -42,9 +42,7 @@ def _serve(channel: Channel, task: dict[str, Any]) -> None:
     # Late, for the sake of the role above.
     import roles  # noqa: PLC0415
 
-    {"train": roles.train, "first-step": roles.first_step, "one-device": roles.one_device}[
-        task["role"]
-    ](channel, task)
+    roles.ROLES[task["role"]](channel, task)
 
 
 if __name__ == "__main__":
