@@ -40,8 +40,8 @@ class _Call(NamedTuple):
     """What a call of several devices showed."""
 
     shares: tuple[int, ...]
-    slowest_s: float  # until its slowest device was done, had its samples been as long as usual
-    beyond_s: float  # from then to its end
+    done_s: tuple[float, ...]  # until each device was done; zero without a share
+    beyond_s: float  # from when the last was done to its end
 
 
 class Balancer:
@@ -98,10 +98,11 @@ class Balancer:
                 self._lags[i].append(lags_s[i])
         changed = self._look_for_changes(surprises)
         if active != [0]:
-            slowest_s = max(busy_s[i] + lags_s[i] for i in active)
-            usual = math.exp(-statistics.median_low(surprises.values()))
-            call = _Call(tuple(shares), slowest_s * usual, lasted_s - slowest_s)
-            self._calls.append(call)
+            done_s = tuple(
+                busy + lag if share else 0.0
+                for share, busy, lag in zip(shares, busy_s, lags_s, strict=True)
+            )
+            self._calls.append(_Call(tuple(shares), done_s, lasted_s - max(done_s)))
         if self._trials.end(surprises, lasted_s):  # what was tried is compared with what is done
             self._num_to_measure = max(self._num_to_measure, 1)
         self.num_observed += 1
@@ -155,11 +156,13 @@ class Balancer:
         return 0.0
 
     def _jitter_s(self, shares: tuple[int, ...]) -> float:
-        """How much later than expected the slowest device usually is, because they take turns."""
-        slowest_s = [call.slowest_s for call in self._calls if call.shares == shares]
-        if len(slowest_s) < ENOUGH:
+        """How much later than the usually slowest device others are, because they take turns."""
+        done_s = [call.done_s for call in self._calls if call.shares == shares]
+        if len(done_s) < ENOUGH:
             return 0.0
-        return max(0.0, proven_mean(slowest_s) - self._slowest_s(shares))
+        sums = [sum(of_device) for of_device in zip(*done_s, strict=True)]
+        slowest = sums.index(max(sums))
+        return proven_mean([max(of_call) - of_call[slowest] for of_call in done_s])
 
     # -------------------------------------------------------------- choosing
 
