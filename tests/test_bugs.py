@@ -35,7 +35,9 @@ class Counting(nn.Module):
 
 @pytest.fixture
 def model() -> Iterator[nn.Module]:
-    module = evener.parallelize(nn.Sequential(nn.Linear(4, 8), nn.Tanh()).double(), "cpu*2")
+    module = evener.parallelize(
+        nn.Sequential(nn.Linear(4, 8), nn.Tanh()).double(), "cpu*2", shares="even"
+    )
     yield module
     evener.release(module)
 
@@ -97,7 +99,7 @@ class Slow(nn.Module):
             time.sleep(2)
         return self.linear(x)
 evener_main_process = os.getpid()
-model = evener.parallelize(Slow(), "cpu*2")
+model = evener.parallelize(Slow(), "cpu*2", shares="even")
 try:
     model(torch.ones(4, 4))
 except KeyboardInterrupt:
@@ -126,7 +128,7 @@ def test_a_tensor_or_an_array_changed_in_place_is_noticed() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x * self.temperature * torch.from_numpy(self.table)
 
-    model = evener.parallelize(Scaled(), "cpu*2")
+    model = evener.parallelize(Scaled(), "cpu*2", shares="even")
     x = torch.ones(4, 2)
     model(x)
     model.temperature.fill_(3)
@@ -143,7 +145,7 @@ def test_a_list_with_a_value_for_each_sample_is_warned_of() -> None:
         def forward(self, x: Tensor, names: list[str]) -> Tensor:
             return x
 
-    model = evener.parallelize(Listed(), "cpu*2")
+    model = evener.parallelize(Listed(), "cpu*2", shares="even")
     x = torch.ones(3)
 
     with pytest.warns(UserWarning, match="a list of 3 values"):
@@ -199,7 +201,7 @@ import torch, evener
 from torch import nn
 class Net(nn.Linear):
     pass
-model = evener.parallelize(Net(4, 4), "cpu*2")
+model = evener.parallelize(Net(4, 4), "cpu*2", shares="even")
 model(torch.ones(4, 4))
 """
     )

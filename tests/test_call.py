@@ -32,7 +32,13 @@ def run() -> Iterator[tuple[Run, nn.Module]]:
 def new_call(run: Run, module: nn.Module, x: Tensor, shares: list[int]) -> Call:
     timing = Timing(Journal(2), 1, shares)
     return Call(
-        run, module, module.forward, Batch((x,), {}), Cut(shares), seeds=[0, 1], timing=timing
+        run,
+        module,
+        module.forward,
+        Batch((x,), {}),
+        Cut(shares),
+        seeds={0: 0, 1: 1},
+        timing=timing,
     )
 
 
@@ -114,7 +120,9 @@ def test_a_call_times_what_each_device_does(run: tuple[Run, nn.Module]) -> None:
     journal = Journal(2)
     batch = Batch((torch.randn(5, 3),), {})
     timing = Timing(journal, 7, (2, 3))
-    call = Call(made, module, module.forward, batch, Cut([2, 3]), seeds=[0, 1], timing=timing)
+    call = Call(
+        made, module, module.forward, batch, Cut([2, 3]), seeds={0: 0, 1: 1}, timing=timing
+    )
 
     call.forward(Settings.current())
     call.backward([torch.ones(5, 2)], keep_graph=False)
@@ -141,7 +149,9 @@ def test_a_call_without_gradients_is_one_phase(run: tuple[Run, nn.Module]) -> No
     journal = Journal(2)
     batch = Batch((torch.randn(5, 3),), {})
     timing = Timing(journal, 1, (0, 5))
-    call = Call(made, module, module.forward, batch, Cut([0, 5]), seeds=[0, 1], timing=timing)
+    call = Call(
+        made, module, module.forward, batch, Cut([0, 5]), seeds={0: 0, 1: 1}, timing=timing
+    )
 
     with torch.no_grad():
         call.forward(Settings.current())

@@ -85,7 +85,7 @@ def test_old_gradients_may_be_kept(pair: tuple[nn.Module, nn.Module]) -> None:
 def test_old_outputs_may_be_kept() -> None:
     """Large outputs lie in the arena; they are the user's as long as the user wants."""
     plain = nn.Linear(4, 9000)
-    model = evener.parallelize(copy.deepcopy(plain), "cpu*2")
+    model = evener.parallelize(copy.deepcopy(plain), "cpu*2", shares="even")
     inputs = [torch.randn(6, 4) for _ in range(4)]
 
     with torch.no_grad():
@@ -175,7 +175,7 @@ def test_frozen_and_unused_parameters_get_no_gradient() -> None:
             return self.frozen(self.used(x))
 
     plain = Partial().double()
-    model = evener.parallelize(copy.deepcopy(plain), "cpu*2")
+    model = evener.parallelize(copy.deepcopy(plain), "cpu*2", shares="even")
     x = batch()
     for module in (model, plain):
         module(x).sum().backward()
@@ -203,7 +203,7 @@ def test_a_parameter_that_only_some_devices_use() -> None:
     x = torch.tensor([[-1.0], [-2.0], [3.0], [4.0]], dtype=torch.float64)
     plain = Branching().double()
     for devices, parts in (("cpu*2", (x[:2], x[2:])), ("cpu*4", (x[:1], x[1:2], x[2:3], x[3:]))):
-        model = evener.parallelize(copy.deepcopy(plain), devices)
+        model = evener.parallelize(copy.deepcopy(plain), devices, shares="even")
         model(x).sum().backward()
         plain.zero_grad()
         sum(plain(part).sum() for part in parts).backward()
@@ -213,7 +213,7 @@ def test_a_parameter_that_only_some_devices_use() -> None:
 
 
 def test_a_module_without_any_gradient() -> None:
-    model = evener.parallelize(make().requires_grad_(requires_grad=False), "cpu*2")
+    model = evener.parallelize(make().requires_grad_(requires_grad=False), "cpu*2", shares="even")
 
     assert not model(batch()).requires_grad
     evener.release(model)
@@ -269,7 +269,7 @@ def test_create_graph_is_refused(pair: tuple[nn.Module, nn.Module]) -> None:
 
 def test_sparse_gradients_are_summed() -> None:
     plain = nn.Embedding(7, 3, sparse=True).double()
-    model = evener.parallelize(copy.deepcopy(plain), "cpu*3")
+    model = evener.parallelize(copy.deepcopy(plain), "cpu*3", shares="even")
     words = torch.tensor([1, 4, 1, 6, 0, 1])
     for module in (model, plain):
         module(words).square().sum().backward()
@@ -290,7 +290,7 @@ def test_checkpointed_layers() -> None:
             return checkpoint(self.layers, x, use_reentrant=False)
 
     plain = Checkpointed()
-    model = evener.parallelize(copy.deepcopy(plain), "cpu*2")
+    model = evener.parallelize(copy.deepcopy(plain), "cpu*2", shares="even")
     x = batch()
     for module in (model, plain):
         module(x).square().sum().backward()
@@ -334,7 +334,7 @@ def test_hooks_on_the_module_see_the_whole_batch(pair: tuple[nn.Module, nn.Modul
 
 def test_hooks_on_a_submodule_run_on_every_device() -> None:
     plain = make()
-    model = evener.parallelize(copy.deepcopy(plain), "cpu*2")
+    model = evener.parallelize(copy.deepcopy(plain), "cpu*2", shares="even")
     x = batch()
     model(x)
     for module in (model, plain):
@@ -360,7 +360,7 @@ def test_modes_attributes_and_layers_follow() -> None:
             return self.norm(self.linear(x)) / self.temperature + self.config["bias"]
 
     plain = Changing().double().eval()
-    model = evener.parallelize(copy.deepcopy(plain), "cpu*2")
+    model = evener.parallelize(copy.deepcopy(plain), "cpu*2", shares="even")
     x = batch()
 
     def both(change: Any) -> None:
@@ -385,7 +385,7 @@ def test_modes_attributes_and_layers_follow() -> None:
 
 def test_statistics_of_batch_norm_reach_evaluation_on_every_device() -> None:
     """In training a helper's own statistics are of its share; in evaluation the user's count."""
-    model = evener.parallelize(nn.BatchNorm1d(4).double(), "cpu*2")
+    model = evener.parallelize(nn.BatchNorm1d(4).double(), "cpu*2", shares="even")
     for _ in range(3):
         model(batch() * 5 + 1)
     model.eval()
@@ -423,7 +423,7 @@ def test_buffers_change_as_on_one_device_even_where_the_first_device_rests() -> 
 
 def test_autocast_and_the_default_dtype_hold_in_the_helpers() -> None:
     plain = nn.Linear(4, 3)
-    model = evener.parallelize(copy.deepcopy(plain), "cpu*2")
+    model = evener.parallelize(copy.deepcopy(plain), "cpu*2", shares="even")
     x = torch.randn(6, 4)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         outputs = model(x), plain(x)
@@ -434,7 +434,7 @@ def test_autocast_and_the_default_dtype_hold_in_the_helpers() -> None:
 
 
 def test_a_lazy_module_is_made_by_its_first_call() -> None:
-    model = evener.parallelize(nn.LazyLinear(3), "cpu*2")
+    model = evener.parallelize(nn.LazyLinear(3), "cpu*2", shares="even")
     x = torch.randn(6, 4)
     model(x)
     model(x).sum().backward()
@@ -447,7 +447,7 @@ def test_a_lazy_module_is_made_by_its_first_call() -> None:
 def test_low_precision_and_complex_parameters() -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.complex64):
         plain = nn.Linear(4, 3, dtype=dtype)
-        model = evener.parallelize(copy.deepcopy(plain), "cpu*2")
+        model = evener.parallelize(copy.deepcopy(plain), "cpu*2", shares="even")
         x = torch.randn(6, 4).to(dtype)
         for module in (model, plain):
             module(x).abs().sum().backward()
@@ -458,7 +458,7 @@ def test_low_precision_and_complex_parameters() -> None:
 
 def test_channels_last_parameters_and_inputs() -> None:
     plain = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
-    model = evener.parallelize(copy.deepcopy(plain), "cpu*2")
+    model = evener.parallelize(copy.deepcopy(plain), "cpu*2", shares="even")
     x = torch.randn(6, 3, 8, 8).to(memory_format=torch.channels_last)
     for module in (model, plain):
         module(x).square().sum().backward()
@@ -474,7 +474,7 @@ def test_channels_last_parameters_and_inputs() -> None:
 def test_dropout_differs_among_devices_and_repeats_with_the_seed() -> None:
     def masks(devices: str) -> list[Tensor]:
         torch.manual_seed(5)
-        model = evener.parallelize(nn.Dropout(0.5), devices)
+        model = evener.parallelize(nn.Dropout(0.5), devices, shares="even")
         outputs = [model(torch.ones(8, 64)) for _ in range(2)]
         evener.release(model)
         return outputs
@@ -505,7 +505,7 @@ def test_different_batch_sizes_are_an_error_that_names_both() -> None:
         def forward(self, x: Tensor, *, mask: Tensor) -> Tensor:
             return x * mask
 
-    model = evener.parallelize(Two(), "cpu*2")
+    model = evener.parallelize(Two(), "cpu*2", shares="even")
 
     with pytest.raises(
         BatchError, match=r"args\[0\] has \(4, 2\) and kwargs\['mask'\] has \(3,\)"
@@ -519,7 +519,7 @@ def test_outputs_without_a_batch_are_an_error_that_says_what_to_do() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x.t()
 
-    model = evener.parallelize(Transposed(), "cpu*2")
+    model = evener.parallelize(Transposed(), "cpu*2", shares="even")
 
     with pytest.raises(BatchError, match=r"output 0 has the shape \(4, 6\) on cpu:0.*share.*is 6"):
         model(batch(11))
@@ -531,7 +531,7 @@ def test_values_that_differ_among_devices_are_an_error_that_shows_both() -> None
         def forward(self, x: Tensor) -> tuple[Tensor, int]:
             return x, len(x)
 
-    model = evener.parallelize(Length(), "cpu*2")
+    model = evener.parallelize(Length(), "cpu*2", shares="even")
 
     assert model(batch(4))[1] == 2
     with pytest.raises(BatchError, match=r"3 on cpu:0, 2 on cpu:1"):
@@ -548,7 +548,7 @@ def test_a_call_without_tensors_is_the_plain_call() -> None:
         def forward(self, times: int) -> Tensor:
             return self.weight * times
 
-    model = evener.parallelize(Constant(), "cpu*2")
+    model = evener.parallelize(Constant(), "cpu*2", shares="even")
     model(3).sum().backward()
 
     assert torch.equal(model.weight.grad, torch.full((3,), 3.0))
@@ -568,7 +568,7 @@ def test_a_module_may_call_itself() -> None:
             return self.linear(x) if times == 0 else self(self.linear(x), times - 1)
 
     plain = Twice().double()
-    model = evener.parallelize(copy.deepcopy(plain), "cpu*2")
+    model = evener.parallelize(copy.deepcopy(plain), "cpu*2", shares="even")
     x = batch()
 
     torch.testing.assert_close(model(x), plain(x))
@@ -578,7 +578,9 @@ def test_a_module_may_call_itself() -> None:
 def test_two_parallel_modules_one_inside_the_loss_of_the_other() -> None:
     torch.manual_seed(1)
     plain = [nn.Linear(4, 4).double(), nn.Linear(4, 1).double()]
-    models = [evener.parallelize(copy.deepcopy(module), "cpu*2") for module in plain]
+    models = [
+        evener.parallelize(copy.deepcopy(module), "cpu*2", shares="even") for module in plain
+    ]
     x = batch()
     for generator, critic in (models, plain):
         critic(generator(x)).square().sum().backward()
@@ -591,8 +593,8 @@ def test_two_parallel_modules_one_inside_the_loss_of_the_other() -> None:
 def test_a_parallel_module_inside_a_parallel_module() -> None:
     plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).double()
     model = copy.deepcopy(plain)
-    evener.parallelize(model[0], "cpu*2")
-    evener.parallelize(model, "cpu*2")
+    evener.parallelize(model[0], "cpu*2", shares="even")
+    evener.parallelize(model, "cpu*2", shares="even")
     x = batch()
     for module in (model, plain):
         module(x).square().sum().backward()
@@ -625,7 +627,7 @@ def test_calls_from_several_threads(pair: tuple[nn.Module, nn.Module]) -> None:
 
 
 def test_data_loader_workers_neither_hold_nor_confuse_the_helpers() -> None:
-    model = evener.parallelize(make(), "cpu*2")
+    model = evener.parallelize(make(), "cpu*2", shares="even")
     model(batch())
     loader = DataLoader(TensorDataset(batch(12)), batch_size=4, num_workers=2)
     iterator = iter(loader)
@@ -639,7 +641,7 @@ def test_data_loader_workers_neither_hold_nor_confuse_the_helpers() -> None:
 
 
 def test_a_forked_process_runs_the_plain_module() -> None:
-    model = evener.parallelize(make(), "cpu*2")
+    model = evener.parallelize(make(), "cpu*2", shares="even")
     x = batch()
     expected = model(x)
     reading, writing = os.pipe()
@@ -664,7 +666,7 @@ def test_distributed_data_parallel_around_it(tmp_path: Any) -> None:
     )
     try:
         plain = make()
-        model = evener.parallelize(copy.deepcopy(plain), "cpu*2")
+        model = evener.parallelize(copy.deepcopy(plain), "cpu*2", shares="even")
         wrapped = DistributedDataParallel(model)
         x = batch()
         for _ in range(2):

@@ -320,6 +320,9 @@ def loop(rests, *, mixed=()):
             [0.5, 60.0] + 40 * [0.5] + [60.0], (), 43 * [1.5], id="two pauses in 43 are pauses"
         ),
         pytest.param([0.5, 3.0, 0.5], {1}, [1.5, 1.5, 1.5], id="an evaluation does not count"),
+        pytest.param(
+            [0.5, 99.0, 0.5, 0.5, 60.0], {1}, 5 * [1.5], id="an evaluation is no rare long rest"
+        ),
         pytest.param([0.75, 0.5, 0.75], {1}, [1.75, 1.5, 1.75], id="a short one is not stretched"),
         pytest.param(
             [3.0, 2.0, 3.0], {0, 1, 2}, [4.0, 3.0, 4.0], id="inference in each step counts"

@@ -18,7 +18,7 @@ FACTOR = 1.0
 @pytest.mark.xfail(strict=True, reason="batch norm uses each device's own share")
 def test_batch_norm_in_training_is_that_of_one_device() -> None:
     plain = nn.BatchNorm1d(3)
-    model = evener.parallelize(copy.deepcopy(plain), "cpu*2")
+    model = evener.parallelize(copy.deepcopy(plain), "cpu*2", shares="even")
     x = torch.randn(8, 3)
     outputs = model(x)
     evener.release(model)
@@ -29,7 +29,7 @@ def test_batch_norm_in_training_is_that_of_one_device() -> None:
 @pytest.mark.xfail(strict=True, reason="each device has its own seed")
 def test_dropout_masks_are_those_of_one_device() -> None:
     plain = nn.Dropout()
-    model = evener.parallelize(copy.deepcopy(plain), "cpu*2")
+    model = evener.parallelize(copy.deepcopy(plain), "cpu*2", shares="even")
     x = torch.ones(8, 64)
     outputs = model(x)
     evener.release(model)
@@ -41,7 +41,7 @@ def test_dropout_masks_are_those_of_one_device() -> None:
     strict=True, reason="a helper changes its copy of its part", raises=AssertionError
 )
 def test_inputs_changed_in_place_are_changed_everywhere() -> None:
-    model = evener.parallelize(nn.ReLU(inplace=True), "cpu*2")
+    model = evener.parallelize(nn.ReLU(inplace=True), "cpu*2", shares="even")
     x = -torch.ones(4)
     model(x)
     evener.release(model)
@@ -59,7 +59,7 @@ def test_a_change_deep_inside_an_attribute_is_noticed() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x * self.config["scale"]["value"]
 
-    model = evener.parallelize(Deep(), "cpu*2")
+    model = evener.parallelize(Deep(), "cpu*2", shares="even")
     model(torch.ones(4))
     model.config["scale"]["value"] = 2.0
     outputs = model(torch.ones(4))
@@ -74,7 +74,7 @@ def test_a_global_variable_that_changes_is_noticed(monkeypatch: pytest.MonkeyPat
         def forward(self, x: Tensor) -> Tensor:
             return x * FACTOR
 
-    model = evener.parallelize(Global(), "cpu*2")
+    model = evener.parallelize(Global(), "cpu*2", shares="even")
     model(torch.ones(4))
     monkeypatch.setitem(globals(), "FACTOR", 2.0)
     outputs = model(torch.ones(4))
@@ -93,7 +93,7 @@ def test_reentrant_checkpoints_work() -> None:
         def forward(self, x: Tensor) -> Any:
             return checkpoint(self.layer, x * self.layer.bias, use_reentrant=True)
 
-    model = evener.parallelize(Checkpointed(), "cpu*2")
+    model = evener.parallelize(Checkpointed(), "cpu*2", shares="even")
     try:
         model(torch.ones(4, 3)).sum().backward()
     finally:
@@ -102,7 +102,7 @@ def test_reentrant_checkpoints_work() -> None:
 
 @pytest.mark.xfail(strict=True, reason="the helpers' graphs are in other processes")
 def test_second_derivatives() -> None:
-    model = evener.parallelize(nn.Linear(3, 1), "cpu*2")
+    model = evener.parallelize(nn.Linear(3, 1), "cpu*2", shares="even")
     x = torch.ones(4, 3, requires_grad=True)
     try:
         torch.autograd.grad(model(x).sum(), x, create_graph=True)
@@ -113,7 +113,7 @@ def test_second_derivatives() -> None:
 @pytest.mark.xfail(strict=True, reason="an output's batch must be its first dimension")
 def test_hidden_states_with_the_batch_in_the_second_dimension() -> None:
     plain = nn.GRU(3, 2, batch_first=True)
-    model = evener.parallelize(copy.deepcopy(plain), "cpu*2")
+    model = evener.parallelize(copy.deepcopy(plain), "cpu*2", shares="even")
     try:
         torch.testing.assert_close(model(torch.ones(6, 4, 3)), plain(torch.ones(6, 4, 3)))
     finally:

@@ -76,7 +76,7 @@ def test_a_parametrized_module_trains_in_parallel() -> None:
     module(x).square().sum().backward()
     expected = [parameter.grad for parameter in module.parameters()]
     module.zero_grad()
-    evener.parallelize(module, "cpu*2")
+    evener.parallelize(module, "cpu*2", shares="even")
 
     module(x).square().sum().backward()
 

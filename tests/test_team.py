@@ -87,7 +87,7 @@ FIRST_IS_BAD = -SECOND_IS_BAD
 
 @pytest.fixture
 def model() -> Iterator[Moody]:
-    module = evener.parallelize(Moody(), "cpu*2", timeout_s=20.0)
+    module = evener.parallelize(Moody(), "cpu*2", shares="even", timeout_s=20.0)
     yield module
     evener.release(module)
 
@@ -243,7 +243,7 @@ def test_a_backward_after_the_helpers_were_stopped_says_so(model: Moody) -> None
 
 
 def test_a_helper_that_hangs_is_given_up_after_the_time_limit() -> None:
-    module = evener.parallelize(Moody(), "cpu*2", timeout_s=2.0)
+    module = evener.parallelize(Moody(), "cpu*2", shares="even", timeout_s=2.0)
     assert_works(module)
     module.mood = "sleep"
 
@@ -256,7 +256,7 @@ def test_a_helper_that_hangs_is_given_up_after_the_time_limit() -> None:
 
 
 def test_a_stopped_helper_is_given_up_too() -> None:
-    module = evener.parallelize(Moody(), "cpu*2", timeout_s=2.0)
+    module = evener.parallelize(Moody(), "cpu*2", shares="even", timeout_s=2.0)
     assert_works(module)
     helpers()[0].suspend()
 
@@ -288,7 +288,7 @@ class Slow(nn.Module):
         while time.monotonic() < end:
             time.sleep(0.01)
         return self.linear(x)
-model = evener.parallelize(Slow(), "cpu*2")
+model = evener.parallelize(Slow(), "cpu*2", shares="even")
 x = torch.tensor([[1.0, 1.0], [-1.0, -1.0]])
 expected = model(x)
 for sign in (1, -1):  # the helper is slow, then the main process

@@ -7,6 +7,7 @@ another order. The tolerance is relative to the largest value of each tensor.
 from __future__ import annotations
 
 import copy
+import random
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import evener
+from evener.pickling import STATE_NAME
+from evener.shares import Choice, share_out
 from evener.textbook.resnet import ResNet18
 
 #: A step of these models in float64 sums some thousand terms; 1e-16 each, in another order.
@@ -168,9 +171,47 @@ TEAMS: list[tuple[str, Any]] = [
     ("cpu*2", (1, 0)),
     ("cpu*3", (1, 0, 2)),
     ("cpu*4", (1, 3, 2, 5)),
+    ("cpu*2", "auto"),
+    ("cpu*3", "wild"),
 ]
 #: Odd ones, fewer samples than devices, none, and one that changes from step to step.
 BATCHES = (9, 2, 1, 7, 0, 33)
+
+
+class Wild:
+    """Shares such as no measurement would give, others in each call; all or nothing among them."""
+
+    num_observed = 1
+
+    def __init__(self, num_devices: int) -> None:
+        self.num_devices = num_devices
+        self.draw = random.Random(0)  # noqa: S311 - a simulation
+        self.num_learned = 0
+
+    def choose(self, batch: int) -> Choice:
+        weights = [self.draw.choice([0, 0, 1, 1, 20]) for _ in range(self.num_devices)]
+        if not any(weights):
+            weights[self.draw.randrange(self.num_devices)] = 1
+        return Choice(share_out(batch, weights), measured=self.draw.random() < 0.5)
+
+    guess = choose
+
+    def observe(self, shares: Any, busy_s: Any, lags_s: Any, lasted_s: float) -> None:
+        assert all(busy > 0 for share, busy in zip(shares, busy_s, strict=True) if share)
+        assert all(lag >= 0 for lag in lags_s)
+        assert lasted_s >= max(busy_s)
+        self.num_learned += 1
+
+
+def parallelize(model: nn.Module, devices: str, shares: Any) -> Wild | None:
+    """As `evener.parallelize`, with one more word for shares: "wild"."""
+    evener.parallelize(model, devices, shares="auto" if shares == "wild" else shares)
+    if shares != "wild":
+        return None
+    way = vars(model)[STATE_NAME].way
+    wild = Wild(len(way._devices))
+    way._policies = (wild, wild)
+    return wild
 
 
 # ------------------------------------------------------------------ what is compared
@@ -231,7 +272,7 @@ def test_training_is_that_of_one_device(
     model.double()
     plain = copy.deepcopy(model)
     optimizer_before = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    evener.parallelize(model, devices, shares=shares)
+    wild = parallelize(model, devices, shares)
     plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
     for batch in BATCHES:
         inputs, target = inputs_for(batch), classes(batch)
@@ -258,6 +299,7 @@ def test_training_is_that_of_one_device(
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             assert_same_outputs(model(*inputs), plain(*inputs))
+    assert wild is None or wild.num_learned > 1
     evener.release(model)
     assert_same_state(model, plain)
 

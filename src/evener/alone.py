@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from evener.journal import BACKWARD, FORWARD, INFERENCE
-from evener.timing import Timing
+from evener.journal import BACKWARD, FORWARD, INFERENCE, Journal, Phase, Stretch
 from evener.trees import flatten
 
 ResultT = TypeVar("ResultT")
 
 
-def run_alone(call: Callable[[], ResultT], timing: Timing, *, grad: bool) -> ResultT:
+def run_alone(
+    call: Callable[[], ResultT],
+    journal: Journal,
+    number: int,
+    shares: Sequence[int],
+    *,
+    grad: bool,
+) -> tuple[ResultT, float]:
     """Run the plain call.
 
     Its backward is the user's own. Its time is taken from where it enters the outputs to the end
@@ -24,36 +30,46 @@ def run_alone(call: Callable[[], ResultT], timing: Timing, *, grad: bool) -> Res
 
     Args:
         call: the call.
-        timing: its stop watch.
+        journal: is told what the first device did.
+        number: of the call.
+        shares: all samples for the first device.
         grad: whether a backward may follow.
 
     Returns:
-        What the call returns.
+        What the call returns, and how many seconds it took.
     """
-    timing.begin(FORWARD if grad else INFERENCE, [])
-    with timing.own_piece():
-        outputs = call()
-    timing.end()
+    kind = FORWARD if grad else INFERENCE
+    start_s = time.perf_counter()
+    outputs = call()
+    end_s = time.perf_counter()
+    stretches = (Stretch(0, kind, start_s, end_s),)
+    shares = tuple(shares)
+    journal.add(Phase(kind, number, shares, start_s, end_s, stretches))
     if grad:
-        _time_backward(outputs, timing)
-    return outputs
+        leaves = [outputs] if isinstance(outputs, Tensor) else flatten(outputs)[0]
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                leaf.grad_fn.register_prehook(_Backward(journal, number, shares))
+                break
+    return outputs, end_s - start_s
 
 
-def _time_backward(outputs: Any, timing: Timing) -> None:
-    def begin(_gradients: Any) -> None:
-        worked: list[tuple[int, float, float]] = []
-        timing.begin(BACKWARD, worked)
-        start_s = time.perf_counter()
+class _Backward:
+    """Notes a backward: a hook where it begins, and what it leaves with autograd for the end."""
 
-        def end() -> None:
-            worked.append((0, start_s, time.perf_counter()))
-            timing.pieces()
-            timing.end()
+    __slots__ = ("journal", "number", "shares", "start_s")
 
-        torch.autograd.Variable._execution_engine.queue_callback(end)
+    def __init__(self, journal: Journal, number: int, shares: tuple[int, ...]) -> None:
+        self.journal = journal
+        self.number = number
+        self.shares = shares
+        self.start_s = 0.0
 
-    leaves = [outputs] if isinstance(outputs, Tensor) else flatten(outputs)[0]
-    for leaf in leaves:
-        if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-            leaf.grad_fn.register_prehook(begin)
-            return
+    def __call__(self, _gradients: Any) -> None:
+        self.start_s = time.perf_counter()
+        torch.autograd.Variable._execution_engine.queue_callback(self.end)
+
+    def end(self) -> None:
+        start_s, end_s = self.start_s, time.perf_counter()
+        stretches = (Stretch(0, BACKWARD, start_s, end_s),)
+        self.journal.add(Phase(BACKWARD, self.number, self.shares, start_s, end_s, stretches))

@@ -26,6 +26,8 @@ from evener.trials import REST, Trials
 
 #: New shares must gain this part of the time: new shapes cost caches, compilation, autotuning.
 GAIN = 0.02
+#: More than that is not asked for, however little is known: only trying tells.
+MAX_DOUBT = 0.1
 #: Before so many calls with it, a device is not left out.
 PROBATION = 3
 #: So many calls show how much later than expected the slowest device usually is.
@@ -190,8 +192,8 @@ class Balancer:
         self, batch: int, shares: tuple[int, ...], devices: Sequence[int]
     ) -> tuple[int, ...] | None:
         """Shares with these devices, which have none, if it is time to try them."""
-        costs = self._costs()
-        trial = self._including(batch, devices, costs) if devices and costs else None
+        costs = self._costs() if devices else None
+        trial = self._including(batch, devices, costs) if costs else None
         if trial is None:
             return None
         is_due = self._trials.begin(devices, self._seconds(trial), self._seconds(shares))
@@ -281,13 +283,9 @@ class Balancer:
         )
 
     def _doubt(self, shares: Sequence[int]) -> float:
-        """How wrong what is known of these devices may be, as a part."""
-        doubts = [
-            pace.noise / math.sqrt(max(1, pace.num_calls))
-            for pace, share in zip(self._paces, shares, strict=True)
-            if share
-        ]
-        return min(0.1, max(doubts))
+        """How wrong what is expected of these shares may be, as a part."""
+        pairs = zip(self._paces, shares, strict=True)
+        return min(MAX_DOUBT, max(pace.doubt(share) for pace, share in pairs if share))
 
 
 def _relative(device: int, surprises: dict[int, float]) -> float:

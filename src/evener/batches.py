@@ -36,6 +36,9 @@ from evener.trees import Structure, flatten
 # ------------------------------------------------------------------ inputs
 
 
+_ONE_TENSOR = flatten(((0,), {}))[1]
+
+
 class Batch:
     """The inputs of one call, ready to be cut.
 
@@ -47,7 +50,10 @@ class Batch:
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.leaves, self.structure = flatten((args, kwargs))
+        if len(args) == 1 and not kwargs and type(args[0]) is Tensor:  # the same, 20 us sooner
+            self.leaves, self.structure = [args[0]], _ONE_TENSOR
+        else:
+            self.leaves, self.structure = flatten((args, kwargs))
         self.wanted = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in self.leaves]
         self.size: int | None = None
         for i, leaf in enumerate(self.leaves):

@@ -14,7 +14,7 @@ of the devices, is raised: the helpers are then ready for the next call.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -82,7 +82,7 @@ class Call:
         function: its own forward.
         batch: the inputs.
         cut: who has which part of them.
-        seeds: a seed for each device's piece.
+        seeds: a seed for each device that works.
         timing: its stop watch.
 
     Attributes:
@@ -102,7 +102,7 @@ class Call:
         batch: Batch,
         cut: Cut,
         *,
-        seeds: Sequence[int],
+        seeds: Mapping[int, int],
         timing: Timing,
     ) -> None:
         self._is_open = False  # whether helpers hold a piece of this call

@@ -108,26 +108,31 @@ class DataWay:
         if batch.size is None:  # nothing to cut
             return forward(*args, **kwargs)
         with self._lock, ExitStack() as stack:
-            seeds = self._next_seeds()
-            settings = Settings.current()
-            grad = settings.grad and not settings.inference
+            seed = self._next_seed()
+            grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
             choice = self._choose(batch.size, grad=grad)
             self._num_calls += 1
-            timing = Timing(self.journal, self._num_calls, choice.shares)
             if sum(choice.shares[1:]) == 0 and not (choice.measured and grad):
-                if self._run is not None:  # the other cores are the helpers', and may be slow
+                if self._run is not None and self._num_calls % 8 == 0:
+                    # The other cores are the helpers', and may be slow. Once there, it stays.
                     stack.enter_context(self._on_own_cores())
-                with seeded(seeds[0]):
-                    outputs = run_alone(partial(forward, *args, **kwargs), timing, grad=grad)
-                if not grad:
-                    self._learn(self._policies[1], timing)
+                stack.enter_context(seeded(seed(0)))
+                plain = partial(forward, *args, **kwargs)
+                number, shares = self._num_calls, choice.shares
+                outputs, seconds = run_alone(plain, self.journal, number, shares, grad=grad)
+                if choice.measured:
+                    rest = [0.0] * (len(self._devices) - 1)
+                    self._policies[1].observe(shares, [seconds, *rest], [0.0, *rest], seconds)
                 return outputs
             run = self._ready(module)
             stack.enter_context(self._on_own_cores())
             run.settle()
+            timing = Timing(self.journal, self._num_calls, choice.shares)
             cut = Cut(choice.shares)
+            seeds = {device: seed(device) for device in cut.parts}
             call = Call(run, module, self._own(forward), batch, cut, seeds=seeds, timing=timing)
-            settings = settings._replace(grad=grad and bool(call.inputs or call.trainable))
+            grad = grad and bool(call.inputs or call.trainable)
+            settings = Settings.current()._replace(grad=grad)
             if settings.grad:
                 tensors = _Joined.apply(  # type: ignore[no-untyped-call]
                     self, call, settings, *call.inputs, *call.trainable
@@ -171,6 +176,8 @@ class DataWay:
 
     def _choose(self, batch: int, *, grad: bool) -> Choice:
         """The shares of the next call."""
+        if not batch:
+            return Choice((0,) * len(self._devices), measured=False)
         training, inference = self._policies
         while self._run is not None and self._run.forwards:
             # Gradients were on, and nobody asked for one: an evaluation without no_grad.
@@ -247,13 +254,13 @@ class DataWay:
 
         return own_forward
 
-    def _next_seeds(self) -> list[int]:
-        """A seed for each device's piece of the next call."""
+    def _next_seed(self) -> Callable[[int], int]:
+        """A seed for each device's piece of the next call, by the device's number."""
         seed, num_calls = self._seed
         if seed != torch.initial_seed():
             seed, num_calls = torch.initial_seed(), 0
         self._seed = (seed, num_calls + 1)
-        return [seed_of_piece(seed, num_calls, device) for device in range(len(self._devices))]
+        return partial(seed_of_piece, seed, num_calls)
 
 
 def _check_transforms() -> None:

@@ -287,13 +287,13 @@ def intervals_s(calls: Sequence[Call], phases: Iterable[Phase]) -> list[float]:
     rest = [interval_s - own_s for interval_s, own_s in zip(whole, own, strict=True)]
     usual_s = statistics.median(rest)
     long_s = PAUSE * statistics.median(whole)
-    is_long = [rest_s > long_s for rest_s in rest]
-    # What happens often is no pause: a loader of data that is slow for every eighth batch, or a
-    # program that infers before each step of training.
-    if sum(is_long) > max(1, len(rest) // PAUSE_RARITY):
-        is_long = [False] * len(rest)
+    # What happens often is no pause: a program that infers before each step of training, or a
+    # loader of data that is slow for every eighth batch.
     if 2 * sum(is_mixed) >= len(rest):
         is_mixed = [False] * len(rest)
+    is_long = [r > long_s and not mixed for r, mixed in zip(rest, is_mixed, strict=True)]
+    if sum(is_long) > max(1, len(rest) // PAUSE_RARITY):
+        is_long = [False] * len(rest)
     return [
         own[i] + (min(rest_s, usual_s) if is_long[i] or is_mixed[i] else rest_s)
         for i, rest_s in enumerate(rest)

@@ -28,11 +28,15 @@ WINDOW = 32
 HALF_LIFE = 16
 #: How far a device's fixed part may lie from what is usual, as a part of its time. It keeps the
 #: line through calls of hardly different shares, which may have any slope, near the usual.
-FIXED_PART = 0.3
+FIXED_PART = 0.2
 #: So many surprises show how noisy they are.
 ENOUGH = 8
 #: The noise of a single call, as far as nothing is known.
 NOISE = 0.1
+#: How wrong the line may be at twice as many samples as near, as a part; near is what lies within
+#: half an octave of samples that were measured.
+STRETCH = 0.1
+NEAR = 0.5
 #: More samples never take less time: at least this part of it depends on them.
 LEAST_SLOPE = 0.05
 #: Fewer values than this have no middle that an outlier does not move.
@@ -159,6 +163,13 @@ class Pace:
         near = [ratio for n, ratio in self._ratios if abs(n - samples) <= samples // 16]
         correction = statistics.median(near) if len(near) >= FEW else 1.0
         return self._cost.seconds(samples) * correction
+
+    def doubt(self, samples: int) -> float:
+        """How wrong what is expected of that many samples may be, as a part of it."""
+        if not self._calls:
+            return 0.0
+        stretch = min(abs(math.log2(samples / n)) for n, _ in self._calls)
+        return self.noise / math.sqrt(len(self._calls)) + STRETCH * max(0.0, stretch - NEAR)
 
 
 def expected(values: Sequence[float]) -> float:
