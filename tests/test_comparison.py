@@ -16,7 +16,8 @@ DEVICES = tuple(Device("cpu", i, (i,), 1024, "a CPU") for i in range(2))
 def made(devices, epoch_s, losses, *, accuracy=0.8, uses_batch_norm=True):
     steps = [Step(i * epoch_s, loss, 100, 100 / epoch_s) for i, loss in enumerate(losses, 1)]
     epochs = [Epoch(i, epoch_s, 100 / epoch_s, accuracy) for i in range(1, len(losses) + 1)]
-    return Run(tuple(devices), 1.25, uses_batch_norm, steps, epochs)
+    own = (50.0, 0.8) if len(devices) > 1 else (None, None)
+    return Run(tuple(devices), 1.25, uses_batch_norm, steps, epochs, *own)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -44,14 +45,17 @@ def shown(runs):
 
 def test_the_table(runs):
     assert shown(runs) == [
-        ["devices", "sec/epoch", "images/sec", "speed-up", "test acc", "largest loss difference"],
-        ["cpu:0", "4.00", "25", "-", "0.800", "-"],
-        ["cpu:0 + cpu:1", "2.50", "40", "1.60", "0.750", "2.5e-01"],
+        [
+            *("devices", "sec/epoch", "images/sec", "speed-up", "own speeds", "reached"),
+            *("test acc", "largest loss difference"),
+        ],
+        ["cpu:0", "4.00", "25", "-", "-", "-", "0.800", "-"],
+        ["cpu:0 + cpu:1", "2.50", "40", "1.60", "50", "80%", "0.750", "2.5e-01"],
     ]
 
 
 def test_the_table_of_one_run(runs):
-    assert shown(runs[1:])[1:] == [["cpu:0 + cpu:1", "2.50", "40", "-", "0.750", "-"]]
+    assert shown(runs[1:])[1:] == [["cpu:0 + cpu:1", "2.50", "40", "-", "50", "80%", "0.750", "-"]]
 
 
 def test_the_notes_say_what_the_table_does_not(runs):
@@ -60,6 +64,7 @@ def test_the_notes_say_what_the_table_does_not(runs):
     assert "Starting the helpers took 1.2 sec" in notes
     assert "same step" in notes
     assert "batch norm" in notes
+    assert "not reached" in notes
 
 
 def test_no_note_without_its_reason(runs):
@@ -68,6 +73,7 @@ def test_no_note_without_its_reason(runs):
     alone = " ".join(comparison.notes(runs[:1]))
     assert "batch norm" not in alone
     assert "helpers" not in alone
+    assert "reached" not in alone
     assert "difference" not in alone
 
 

@@ -25,7 +25,7 @@ LEVELS: dict[int, str] = {
     5: "parallelize chart report evener",
     6: (
         "textbook textbook.resnet textbook.download textbook.fashion_mnist textbook.record "
-        "textbook.comparison textbook.main_job textbook.bench cli"
+        "textbook.comparison textbook.main_job textbook.bench textbook.progress cli"
     ),
 }
 ORDER = [(level, name) for level, names in LEVELS.items() for name in names.split()]

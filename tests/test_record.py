@@ -111,6 +111,8 @@ def test_a_run_as_json(clock):
         "start_s": 1.5,
         "epoch_s": 2.0,
         "images_per_s": 10.0,
+        "own_images_per_s": None,
+        "reached": None,
         "test_accuracy": 0.5,
         "epochs": [{"number": 1, "train_s": 2.0, "images_per_s": 10.0, "test_accuracy": 0.5}],
         "steps": [{"seconds": 1.0, "loss": None}, {"seconds": 2.0, "loss": 2.0}],

@@ -14,7 +14,6 @@ import importlib.util
 import json
 import os
 import sys
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,13 +25,7 @@ from evener.errors import EvenerError
 from evener.textbook.record import Settings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from rich.console import Console
-
-    from evener.textbook.download import OnBytes
-    from evener.textbook.fashion_mnist import FashionMNIST
-    from evener.textbook.record import Epoch, Run, Step
+    from evener.textbook.record import Run
 
 INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
 
@@ -132,11 +125,11 @@ def train(
     from rich.console import Console  # noqa: PLC0415
 
     import evener  # noqa: PLC0415
-    from evener.textbook import comparison, fashion_mnist, main_job  # noqa: PLC0415
+    from evener.textbook import comparison, fashion_mnist, main_job, progress  # noqa: PLC0415
 
     console = Console(highlight=False, markup=False)
     found = evener.devices(devices)
-    with _download_bar(console) as on_bytes:
+    with progress.download_bar(console) as on_bytes:
         loaded = fashion_mnist.load(data, on_bytes=on_bytes)
     if limit is not None:
         loaded = loaded.limited(limit)
@@ -151,7 +144,7 @@ def train(
         console.print("one device: there is nothing to compare it with")
     for team in [found[:1], found] if compare and len(found) > 1 else [found]:
         console.print(f"running on: {', '.join(map(str, team))}", soft_wrap=True)
-        with _training_bar(console, loaded, settings) as (on_step, on_epoch):
+        with progress.training_bar(console, loaded, settings) as (on_step, on_epoch):
             runs.append(main_job.run(team, loaded, settings, on_step=on_step, on_epoch=on_epoch))
     console.print(comparison.table(runs))
     for note in comparison.notes(runs):
@@ -260,60 +253,6 @@ def _check_out(folder: Path) -> None:
         raise typer.BadParameter(f"cannot make {folder}: {error}", param_hint="--out") from error
     if not os.access(folder, os.W_OK | os.X_OK):
         raise typer.BadParameter(f"cannot write into {folder}", param_hint="--out")
-
-
-@contextmanager
-def _download_bar(console: Console) -> Iterator[OnBytes]:
-    """Show the progress of a download, if there is one."""
-    from rich import progress as bars  # noqa: PLC0415
-
-    columns = (bars.TextColumn("{task.description}"), bars.BarColumn(), bars.DownloadColumn())
-    with bars.Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        tasks: dict[str, Any] = {}
-
-        def on_bytes(name: str, num_bytes: int, total_bytes: int) -> None:
-            if name not in tasks:
-                tasks[name] = progress.add_task(name, total=total_bytes)
-            progress.update(tasks[name], completed=num_bytes)
-
-        yield on_bytes
-
-
-@contextmanager
-def _training_bar(
-    console: Console, data: FashionMNIST, settings: Settings
-) -> Iterator[tuple[Callable[[Step], None], Callable[[Epoch], None]]]:
-    """Show a bar for each epoch in a terminal, and a line for each epoch everywhere."""
-    from rich.progress import BarColumn, Progress, TextColumn  # noqa: PLC0415
-
-    columns = (
-        TextColumn("epoch {task.fields[epoch]}/{task.fields[epochs]}"),
-        BarColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}  {task.fields[rate]:.0f} images/sec"),
-    )
-    # Drawn by a thread that takes its time from the training: no more often than needed.
-    with Progress(
-        *columns,
-        console=console,
-        transient=True,
-        refresh_per_second=4,
-        disable=not console.is_terminal,
-    ) as progress:
-        bar = progress.add_task(
-            "", total=len(data.train), epoch=1, epochs=settings.epochs, loss=float("nan"), rate=0.0
-        )
-
-        def on_step(step: Step) -> None:
-            progress.update(bar, completed=step.num_images, loss=step.loss, rate=step.images_per_s)
-
-        def on_epoch(epoch: Epoch) -> None:
-            console.print(
-                f"epoch {epoch.number}: {epoch.train_s:.1f} sec, "
-                f"{epoch.images_per_s:.0f} images/sec, test acc {epoch.test_accuracy:.2f}"
-            )
-            progress.update(bar, completed=0, epoch=min(epoch.number + 1, settings.epochs))
-
-        yield on_step, on_epoch
 
 
 if __name__ == "__main__":

@@ -27,7 +27,10 @@ def table(runs: Sequence[Run]) -> Table:
     from rich.table import Table  # noqa: PLC0415 - only who prints needs it
 
     shown = Table("devices")
-    for heading in ("sec/epoch", "images/sec", "speed-up", "test acc", "largest loss difference"):
+    for heading in (
+        *("sec/epoch", "images/sec", "speed-up", "own speeds", "reached"),
+        *("test acc", "largest loss difference"),
+    ):
         shown.add_column(heading, justify="right")
     for run in runs:
         compared = run is not runs[0]
@@ -36,6 +39,8 @@ def table(runs: Sequence[Run]) -> Table:
             f"{run.epoch_s:.2f}",
             f"{run.images_per_s:.0f}",
             f"{run.speedup_over(runs[0]):.2f}" if compared else "-",
+            "-" if run.own_images_per_s is None else f"{run.own_images_per_s:.0f}",
+            "-" if run.reached is None else f"{run.reached:.0%}",
             f"{run.test_accuracy:.3f}",
             f"{run.largest_loss_difference(runs[0]):.1e}" if compared else "-",
         )
@@ -48,6 +53,11 @@ def notes(runs: Sequence[Run]) -> Iterator[str]:
     yield "Seconds are those of the median epoch, testing not counted."
     if len(last.devices) > 1:
         yield f"Starting the helpers took {last.start_s:.1f} sec, also not counted."
+    if last.reached is not None:
+        yield (
+            "The own speed of a device is images by the seconds of its own forward and backward: "
+            "what is not reached is the loss, the optimizer, the exchange and the waiting."
+        )
     if len(runs) > 1:
         yield "The loss difference is that between the two runs at the same step."
     if len(runs) > 1 and last.uses_batch_norm:

@@ -11,6 +11,7 @@ confined to the cores of that device, with one thread for each: what one device 
 """
 
 import contextlib
+import dataclasses
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +30,8 @@ __all__ = ["batches", "build", "evaluate", "run", "train"]
 
 # Of all 60000 training images, with pixels from 0 to 1.
 MEAN, STD = 0.2860, 0.3530
+#: How often the shares are looked at, in seconds.
+LOOK_S = 0.25
 TEST_BATCH_SIZE = 256
 
 
@@ -136,12 +139,31 @@ def run(
         else:
             evener.parallelize(model, list(devices))
             stack.callback(evener.release, model)
+            on_step = on_step and _with_shares(on_step, model)
         # The first call starts the helpers. In eval mode, so that the training starts from the
         # same running statistics in every run.
         evaluate(model, data.limited(settings.batch_size).train, home)
         record.start_s = time.perf_counter() - started_s
         train(model, data, settings, Recorder(record, on_step, on_epoch))
+        if num_devices > 1:
+            report = evener.report(model)
+            record.own_images_per_s, record.reached = report.own_samples_per_s, report.reached
     return record
+
+
+def _with_shares(on_step: Callable[[Step], None], model: nn.Module) -> Callable[[Step], None]:
+    """Tell with each step the shares of lately: a report takes too long for every step."""
+    next_s = 0.0
+    shares: tuple[int, ...] = ()
+
+    def told(step: Step) -> None:
+        nonlocal next_s, shares
+        if time.perf_counter() >= next_s:
+            shares = evener.report(model).shares
+            next_s = time.perf_counter() + LOOK_S
+        on_step(dataclasses.replace(step, shares=shares))
+
+    return told
 
 
 @contextlib.contextmanager

@@ -88,12 +88,14 @@ class Step:
         loss: the mean loss of the batch.
         num_images: images of this epoch so far.
         images_per_s: rate of this epoch so far.
+        shares: images of a batch that each device has, as of lately; empty with one device.
     """
 
     seconds: float
     loss: float
     num_images: int
     images_per_s: float
+    shares: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,9 @@ class Run:
         uses_batch_norm: whether the model has batch norm.
         steps: one entry for each batch.
         epochs: one entry for each epoch.
+        own_images_per_s: the sum of the devices' own speeds, images by the seconds of their own
+            work; None with one device.
+        reached: the part of it that was reached lately; None with one device.
     """
 
     devices: tuple[Device, ...]
@@ -131,6 +136,8 @@ class Run:
     uses_batch_norm: bool = False
     steps: list[Step] = field(default_factory=list)
     epochs: list[Epoch] = field(default_factory=list)
+    own_images_per_s: float | None = None
+    reached: float | None = None
 
     @property
     def epoch_s(self) -> float:
@@ -167,6 +174,8 @@ class Run:
             "start_s": self.start_s,
             "epoch_s": self.epoch_s,
             "images_per_s": self.images_per_s,
+            "own_images_per_s": self.own_images_per_s,
+            "reached": self.reached,
             "test_accuracy": self.test_accuracy,
             "epochs": [asdict(epoch) for epoch in self.epochs],
             "steps": [
