@@ -251,7 +251,8 @@ class Report:
 def report(module: nn.Module) -> Report:
     """Report what the devices of a parallel module did, up to now.
 
-    It may be asked for at any time, in the middle of training too, and costs about a millisecond.
+    It may be asked for at any time, in the middle of training too, and takes about a
+    millisecond with 2 devices, 5 with 16.
     With one device the call is the plain call, of which nothing is recorded.
 
     Args:
