@@ -2,12 +2,13 @@
 #   make train   the main job: Fashion-MNIST on one device, then on all (options: make train ARGS="--epochs 3")
 #   make test    everything that CI checks: format, rules, types, layers, tests, doctests, the README's code
 #   make check   the same without the tests
-#   make bench   every benchmark (minutes); results go to benchmarks/results/
+#   make bench   evener and its peers (minutes); results go to benchmarks/results/
+#   make bench-unequal   the same with a second core that is slowed (half an hour)
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: train test check bench clean
+.PHONY: train test check bench bench-unequal clean
 
 # The stamp is renewed when what it installs changes.
 $(VENV)/.dev: pyproject.toml requirements-dev.txt
@@ -33,6 +34,10 @@ test: check
 
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/peers/main.py $(ARGS)
+
+bench-unequal: $(VENV)/.bench
+	$(BIN)/python benchmarks/unequal/main.py $(ARGS)
+	$(BIN)/python benchmarks/unequal/shares_over_time.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis out
