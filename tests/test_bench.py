@@ -121,19 +121,35 @@ def test_the_notes_tell_the_shares() -> None:
 # ------------------------------------------------------------------ measuring
 
 
-def test_everybody_takes_a_turn_in_each_round_and_each_begins_with_another() -> None:
-    told: list[tuple[str, int, int]] = []
+def test_everybody_takes_turns_alone_on_its_cores_beside_neighbours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One measurement for all that it promises: each starts helpers, which takes seconds."""
+    devices = evener.devices("cpu*2")
+    turns: list[tuple[str, int, int]] = []
+    neighbours: list[list[tuple[list[int], int]]] = []
+    confined: list[tuple[str, tuple[int, ...], set[int]]] = []
+    confined_to = main_job.confined_to
 
+    @contextlib.contextmanager
+    def spy(cores: tuple[int, ...]) -> Iterator[None]:
+        with confined_to(cores):
+            confined.append((turns[-1][0], cores, os.sched_getaffinity(0)))
+            yield
+
+    def on_turn(*turn: Any) -> None:
+        turns.append(turn)
+        neighbours.append([(p.cpu_affinity(), p.pid) for p in busy()])
+        # A device that is left out shows in the table; the warning is no news there.
+        warnings.warn("cpu:1 has no share of batches of 12 samples", stacklevel=2)
+
+    monkeypatch.setattr(main_job, "confined_to", spy)
     found = bench.measure(
-        evener.devices("cpu*2"),
-        TINY,
-        num_rounds=2,
-        seconds=0.01,
-        on_turn=lambda *turn: told.append(turn),
+        devices, TINY, slow={"cpu:1": 0.25}, num_rounds=2, seconds=0.01, on_turn=on_turn
     )
 
-    assert [who for who, _, _ in told] == [*WHO, *WHO, *WHO[1:], WHO[0]]
-    assert [(i, num) for _, i, num in told] == [(i, 12) for i in range(12)]
+    assert [who for who, _, _ in turns] == [*WHO, *WHO, *WHO[1:], WHO[0]]
+    assert [(i, num) for _, i, num in turns] == [(i, 12) for i in range(12)]
     assert [speed.who for speed in (*found.alone, *found.together)] == WHO
     assert all(len(speed.images_per_s) == 2 for speed in (*found.alone, *found.together))
     assert all(rate > 0 for speed in found.alone for rate in speed.images_per_s)
@@ -141,59 +157,13 @@ def test_everybody_takes_a_turn_in_each_round_and_each_begins_with_another() -> 
     assert len(found.shares) == 2
     assert sum(found.shares) == 12
 
-
-def test_alone_is_confined_to_the_cores_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    devices = evener.devices("cpu*2")
-    whose: list[Any] = []
-    now = [""]
-    confined_to = main_job.confined_to
-
-    @contextlib.contextmanager
-    def spy(cores: tuple[int, ...]) -> Iterator[None]:
-        with confined_to(cores):
-            whose.append((now[0], cores, os.sched_getaffinity(0)))
-            yield
-
-    monkeypatch.setattr(main_job, "confined_to", spy)
-    bench.measure(
-        devices,
-        TINY,
-        num_rounds=1,
-        seconds=0.01,
-        on_turn=lambda who, *_: now.__setitem__(0, who),
-    )
-
-    expected = [(f"{d.label} alone", d.cores, set(d.cores)) for d in devices]
+    one, two = [(f"{d.label} alone", d.cores, set(d.cores)) for d in devices]
     # Once in the lead-in; in a turn once for its own lead-in, once for what is timed.
-    assert whose == [*expected, expected[0], expected[0], expected[1], expected[1]]
+    assert confined == [one, two, one, one, two, two, two, two, one, one]
 
-
-def test_neighbours_stay_throughout() -> None:
-    device = evener.devices("cpu*2")[1]
-    seen = []
-
-    def look(*_: Any) -> None:
-        seen.append([(p.cpu_affinity(), p.pid) for p in busy()])
-
-    bench.measure(
-        evener.devices("cpu*2"),
-        TINY,
-        slow={"cpu:1": 0.25},
-        num_rounds=1,
-        seconds=0.01,
-        on_turn=look,
-    )
-
-    assert [cores for cores, _ in seen[0]] == [list(device.cores)] * 3
-    assert seen == [seen[0]] * 8
+    assert [cores for cores, _ in neighbours[0]] == [list(devices[1].cores)] * 3
+    assert neighbours == [neighbours[0]] * 12
     assert busy() == []
-
-
-def test_a_device_that_is_left_out_is_no_warning() -> None:
-    def warn(*_: Any) -> None:
-        warnings.warn("cpu:1 is too slow to help with batches of 12 samples", stacklevel=2)
-
-    bench.measure(evener.devices("cpu*2"), TINY, num_rounds=1, seconds=0.01, on_turn=warn)
 
 
 def test_everybody_gets_the_same_batches() -> None:
@@ -208,10 +178,9 @@ def test_everybody_gets_the_same_batches() -> None:
     assert not torch.equal(one[0][0], one[1][0])
 
 
-@pytest.mark.parametrize("at_turn", [1, 4, 7])
-def test_an_error_leaves_nothing(at_turn: int) -> None:
+def test_an_error_leaves_nothing() -> None:
     def fail(_who: str, num_done: int, _num: int) -> None:
-        if num_done == at_turn:
+        if num_done == 4:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -144,6 +144,20 @@ def test_a_call_times_what_each_device_does(run: tuple[Run, nn.Module]) -> None:
     assert timing.lasted_s >= max(map(float.__add__, timing.busy_s, timing.lags_s))
 
 
+def test_what_is_sent_before_a_call_is_no_piece_of_it(run: tuple[Run, nn.Module]) -> None:
+    made, module = run
+    module.bias = None  # another structure: the helpers get a new replica
+    timing = Timing(Journal(2), 1, (2, 3))
+    batch = Batch((torch.randn(5, 3),), {})
+
+    call = Call(
+        made, module, module.forward, batch, Cut([2, 3]), seeds={0: 0, 1: 1}, timing=timing
+    )
+    call.forward(Settings.current())
+
+    assert [stretch.kind for stretch in timing._stretches].count(FORWARD) == 2
+
+
 def test_a_call_without_gradients_is_one_phase(run: tuple[Run, nn.Module]) -> None:
     made, module = run
     journal = Journal(2)

@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import evener
-from evener.errors import BatchError, EvenerError
+from evener.errors import BatchError, EvenerError, HelperDiedError
+from evener.pickling import STATE_NAME
 
 
 def make() -> nn.Sequential:
@@ -679,3 +680,72 @@ def test_distributed_data_parallel_around_it(tmp_path: Any) -> None:
         evener.release(model)
     finally:
         torch.distributed.destroy_process_group()
+
+
+# ------------------------------------------------------------------ measured shares
+
+
+def test_a_device_that_costs_more_than_it_saves_is_left_out_and_said_once() -> None:
+    plain = make()
+    model = evener.parallelize(copy.deepcopy(plain), "cpu*2")
+    x = batch()
+
+    def train() -> None:
+        for _ in range(60):  # so little work that one device alone is twenty times as fast
+            for module in (model, plain):
+                module.zero_grad()
+                module(x).square().sum().backward()
+            assert_same_gradients(model, plain)
+
+    with pytest.warns(UserWarning, match="cpu:1 has no share of batches of 11") as warned:
+        train()
+
+    assert len(warned) == 1
+    assert warned[0].filename == __file__
+    report = evener.report(model)
+    assert report.num_calls == 60
+    assert report.devices[0].num_calls == 60
+    assert report.devices[1].num_calls < 30
+    assert report.lasted_s > 0
+    evener.release(model)
+
+
+def test_gradients_that_nobody_asks_for_are_inference() -> None:
+    model = evener.parallelize(make(), "cpu*2")
+    training, inference = vars(model)[STATE_NAME].way._policies
+    for _ in range(4):  # an evaluation without no_grad
+        model(batch())
+    gc.collect()
+    model(batch())
+
+    assert training.num_observed == 0
+    assert inference.num_observed == 4
+    evener.release(model)
+
+
+def test_training_and_inference_are_measured_apart() -> None:
+    model = evener.parallelize(make(), "cpu*2")
+    training, inference = vars(model)[STATE_NAME].way._policies
+    for _ in range(2):
+        model(batch()).sum().backward()
+    with torch.no_grad():
+        model(batch())
+
+    assert (training.num_observed, inference.num_observed) == (2, 1)
+    report = evener.report(model)
+    assert report.num_calls == 3
+    assert sum(report.shares) == 11
+    evener.release(model)
+
+
+def test_a_lost_helper_is_a_fault_in_the_report() -> None:
+    model = evener.parallelize(make(), "cpu*2", shares="even")
+    model(batch())
+    process = vars(model)[STATE_NAME].way._run.team._members[0].process
+    process.kill()
+    with pytest.raises(HelperDiedError):
+        model(batch())
+    model(batch())
+
+    assert [device.num_faults for device in evener.report(model).devices] == [0, 1]
+    evener.release(model)

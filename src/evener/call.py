@@ -146,8 +146,7 @@ class Call:
             settings: those of the user's program; ``grad`` tells whether a backward may come.
         """
         run, team, cut, timing = self._run, self._run.team, self._cut, self.timing
-        if not settings.grad:
-            timing.kind = INFERENCE
+        timing.prepared(FORWARD if settings.grad else INFERENCE)
         everybody = range(1, len(team.devices))
         idle = [device for device in everybody if device not in cut.parts]
         resting = idle if self._update else []

@@ -187,12 +187,12 @@ class DataWay:
         else:
             choice = (training if grad else inference).choose(batch)
         for device in choice.left_out:
-            label = self._devices[device].label
+            label, what = self._devices[device].label, "training" if grad else "inference"
             warnings.warn(
-                f"{label} is too slow to help with batches of {batch} samples and has no share of "
-                "them; it is tried again now and then. evener.report(module) shows the shares; "
-                'shares="even", or numbers such as shares=(3, 1), fixes them',
-                stacklevel=2,
+                f"{label} has no share of batches of {batch} samples in {what}: it would cost "
+                "more time than it saves. It is tried again now and then; evener.report(module) "
+                'shows the shares, and shares="even", or numbers such as (3, 1), fixes them',
+                stacklevel=6,  # the line that calls the module
             )
         return choice
 

@@ -54,6 +54,11 @@ class Timing:
         worked.clear()
         self._start_s = time.perf_counter()
 
+    def prepared(self, kind: str) -> None:
+        """All is ready for the pieces: this is the kind of the phase, and no piece was run yet."""
+        self.kind = kind
+        self._worked.clear()  # a new replica, for example
+
     @contextmanager
     def own_piece(self) -> Iterator[None]:
         """The first device runs its piece; what it did before was to send the others theirs."""

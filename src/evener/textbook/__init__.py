@@ -11,6 +11,7 @@ It is the showcase of evener and uses nothing but its public names::
     bench           how fast each device is alone, and how fast all are together
     progress        what the command line shows meanwhile
 
-``evener train`` and ``evener bench`` run it. The files are imported one by one (``from evener.textbook import
-main_job``): a program that only wants to read the settings does not wait for torch.
+``evener train`` and ``evener bench`` run it. The files are imported one by one (``from
+evener.textbook import main_job``): a program that only wants to read the settings does not wait
+for torch.
 """

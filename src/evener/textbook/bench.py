@@ -137,7 +137,9 @@ def measure(
             stack.enter_context(neighbour)
         # A device that is left out shows in the shares, and a warning would stand in the table.
         stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", message=".* is too slow to help", category=UserWarning)
+        warnings.filterwarnings(
+            "ignore", message=".* has no share of batches", category=UserWarning
+        )
         speeds = _take_turns(contenders, num_rounds, seconds, on_turn)
         found = evener.report(together["auto"]).shares
     num = len(devices)
