@@ -76,7 +76,6 @@ def two_cores() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("two_cores")
-@pytest.mark.filterwarnings("ignore:cpu.* has no share of batches")
 def test_the_shares_follow_a_neighbour_that_comes_and_goes() -> None:
     training = Training("cpu*2")
 
@@ -98,7 +97,6 @@ def test_the_shares_follow_a_neighbour_that_comes_and_goes() -> None:
 
 
 @pytest.mark.usefixtures("two_cores")
-@pytest.mark.filterwarnings("ignore:cpu.* has no share of batches")
 def test_the_first_device_can_be_the_slow_one() -> None:
     training = Training("cpu*2")
 
@@ -109,7 +107,6 @@ def test_the_first_device_can_be_the_slow_one() -> None:
     training.end()
 
 
-@pytest.mark.filterwarnings("ignore:cpu.* has no share of batches")
 def test_devices_may_share_cores() -> None:
     first, second = evener.devices("cpu*2")[:2]
     devices = [
@@ -149,7 +146,6 @@ def quota(pid: int, part: float) -> Iterator[None]:
     reason="needs root and version 1 of cgroups",
 )
 @pytest.mark.usefixtures("two_cores")
-@pytest.mark.filterwarnings("ignore:cpu.* has no share of batches")
 def test_a_device_with_a_quota_gets_less() -> None:
     training = Training("cpu*2")
     training.run(10)
