@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 #: The part of the time that trials of devices without a share may cost.
-TRIAL_PART = 0.005
+TRIAL_PART = 0.003
 #: At least so many calls lie between two trials, however cheap they are.
 REST = 16
 #: After so many calls without a share, a device is said to be left out.
