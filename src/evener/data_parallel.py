@@ -61,10 +61,7 @@ class DataWay:
     """
 
     def __init__(
-        self,
-        devices: Sequence[Device],
-        policies: tuple[Policy, Policy],
-        timeout_s: float,
+        self, devices: Sequence[Device], policies: tuple[Policy, Policy], timeout_s: float
     ) -> None:
         self._devices = list(devices)
         self._policies = policies
@@ -116,9 +113,10 @@ class DataWay:
                 if self._run is not None and self._num_calls % 8 == 0:
                     # The other cores are the helpers', and may be slow. Once there, it stays.
                     stack.enter_context(self._on_own_cores())
+                stack.enter_context(self._marked())
                 stack.enter_context(seeded(seed(0)))
-                plain = partial(forward, *args, **kwargs)
-                number, shares = self._num_calls, choice.shares
+                plain, shares = partial(forward, *args, **kwargs), choice.shares
+                number = self._num_calls
                 outputs, seconds = run_alone(plain, self.journal, number, shares, grad=grad)
                 if choice.measured:
                     rest = [0.0] * (len(self._devices) - 1)
