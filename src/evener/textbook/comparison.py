@@ -27,9 +27,10 @@ def table(runs: Sequence[Run]) -> Table:
     from rich.table import Table  # noqa: PLC0415 - only who prints needs it
 
     shown = Table("devices")
+    # In lines of their own, so that all fits a terminal of 80 columns.
     for heading in (
-        *("sec/epoch", "images/sec", "speed-up", "own speeds", "reached"),
-        *("test acc", "largest loss difference"),
+        *("sec/\nepoch", "images/\nsec", "speed-\nup", "own\nspeeds", "reached"),
+        *("test\nacc", "largest\nloss\ndiff."),
     ):
         shown.add_column(heading, justify="right")
     for run in runs:
