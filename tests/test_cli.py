@@ -1,5 +1,4 @@
 import importlib.util
-import io
 import json
 import os
 import re
@@ -11,7 +10,6 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from rich.console import Console
 from typer.testing import CliRunner
 
 import evener
@@ -64,7 +62,7 @@ def test_train_compares_and_writes(call, tmp_path):
     assert [line.split(":")[0] for line in epochs] == ["epoch 1", "epoch 2"] * 2
     for line in epochs:
         assert re.fullmatch(r"epoch \d: \d+\.\d sec, \d+ images/sec, test acc \d\.\d\d", line)
-    for word in ("devices", "sec/epoch", "images/sec", "speed-up", "test acc", "cpu:0 + cpu:1"):
+    for word in ("devices", "epoch", "images/", "speed-", "reached", "acc", "cpu:0 +", "cpu:1"):
         assert word in result.stdout
     assert "batch norm" in result.stdout
     assert result.stderr == ""
@@ -183,41 +181,6 @@ def test_help_names_the_runs_of_the_tutorial(call, monkeypatch):
     for name in Settings.__dataclass_fields__:
         assert f"--{name.replace('_', '-')}" in result.stdout
     assert call("--help").exit_code == 0
-
-
-# ------------------------------------------------------------------ progress bars
-
-
-@pytest.fixture
-def terminal():
-    return Console(file=io.StringIO(), force_terminal=True, width=100, highlight=False)
-
-
-def test_the_training_bar_in_a_terminal(terminal):
-    data = fashion_mnist.load("sample").limited(20)
-    with cli._training_bar(terminal, data, Settings(epochs=3)) as (on_step, on_epoch):
-        on_step(Step(1.0, 0.512, 10, 123.4))
-        on_epoch(Epoch(1, 2.0, 123.4, 0.87))
-    shown = terminal.file.getvalue()
-    assert "loss 0.512  123 images/sec" in shown
-    assert "epoch 2/3" in shown
-    assert "epoch 1: 2.0 sec, 123 images/sec, test acc 0.87" in shown
-
-
-def test_the_bar_of_a_download_in_a_terminal(terminal):
-    with cli._download_bar(terminal) as on_bytes:
-        on_bytes("train.gz", 5, 10)
-        on_bytes("train.gz", 10, 10)
-    assert "train.gz" in terminal.file.getvalue()
-    assert "10/10 bytes" in terminal.file.getvalue()
-
-
-def test_no_bars_in_a_pipe():
-    pipe = Console(file=io.StringIO())
-    data = fashion_mnist.load("sample").limited(20)
-    with cli._training_bar(pipe, data, Settings()) as (on_step, _), cli._download_bar(pipe):
-        on_step(Step(1.0, 0.512, 10, 123.4))
-    assert pipe.file.getvalue() == ""
 
 
 # ------------------------------------------------------------------ as a program

@@ -47,7 +47,17 @@ def test_without_a_terminal_there_is_a_line_for_each_epoch() -> None:
 def test_the_bar_of_a_download() -> None:
     file = io.StringIO()
     with download_bar(Console(file=file, force_terminal=True, width=80)) as on_bytes:
-        on_bytes("train-images", 10, 20)
-        on_bytes("train-images", 20, 20)
+        on_bytes("train.gz", 5, 10)
+        on_bytes("train.gz", 10, 10)
 
-    assert "train-images" in file.getvalue()
+    assert "train.gz" in file.getvalue()
+    assert "10/10 bytes" in file.getvalue()
+
+
+def test_no_bars_in_a_pipe() -> None:
+    pipe = Console(file=io.StringIO())
+    bar = training_bar(pipe, cast("Any", Data()), Settings())
+    with bar as (on_step, _), download_bar(pipe):
+        on_step(Step(1.0, 0.512, 10, 123.4))
+
+    assert cast("io.StringIO", pipe.file).getvalue() == ""
