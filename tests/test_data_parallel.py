@@ -749,3 +749,20 @@ def test_a_lost_helper_is_a_fault_in_the_report() -> None:
 
     assert [device.num_faults for device in evener.report(model).devices] == [0, 1]
     evener.release(model)
+
+
+def test_new_helpers_are_measured_anew() -> None:
+    """Their first calls are slow; what the old ones did would make that look like a change."""
+    model = evener.parallelize(make(), "cpu*2")
+    way = vars(model)[STATE_NAME].way
+    for _ in range(2):
+        model(batch()).sum().backward()
+    assert way._policies[0].num_observed == 2
+    way._run.team._members[0].process.kill()
+    with pytest.raises(HelperDiedError):
+        model(batch())
+    model(batch()).sum().backward()
+
+    assert way._policies[0].num_observed == 1
+    assert evener.report(model).num_calls == 3
+    evener.release(model)

@@ -75,6 +75,10 @@ class Balancer:
         self._trials = Trials(num_devices)
         self._num_to_measure = PROBATION  # calls of the first device alone
 
+    def fresh(self) -> Balancer:
+        """One that has learned nothing: for new helpers, whose first calls are slow again."""
+        return Balancer(len(self._paces), self._caps)
+
     # -------------------------------------------------------------- observing
 
     def observe(

@@ -202,6 +202,8 @@ class DataWay:
         if self._run is not None and not self._run.team.is_running:
             self._run.mirror.dissolve()
             self._run = None
+            training, inference = self._policies
+            self._policies = (training.fresh(), inference.fresh())
         if self._run is None:
             team = Team(self._devices, self._timeout_s, self.journal)
             try:

@@ -235,6 +235,10 @@ class FixedShares:
         """The shares of a batch."""
         return Choice(share_out(batch, self._weights), measured=False)
 
+    def fresh(self) -> FixedShares:
+        """The same."""
+        return self
+
     def guess(self, batch: int) -> Choice:
         """The same."""
         return self.choose(batch)
