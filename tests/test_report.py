@@ -6,10 +6,13 @@ import json
 import pickle
 
 import pytest
+import torch
 from rich.cells import cell_len
 
+import evener
 from evener import chart
 from evener.devices import Device
+from evener.errors import ModuleError
 from evener.journal import BACKWARD, EXCHANGE, FORWARD, INFERENCE, Journal, Phase, Stretch
 from evener.report import NUM_RECENT, WIDTH, DeviceReport, Report
 
@@ -373,3 +376,13 @@ def test_the_plot(journal, tmp_path, monkeypatch):
     Report(devices(), journal).plot(tmp_path / "a.png")
 
     assert told == [(["cpu:0", "cpu:1"], tuple(journal.moments), tmp_path / "a.png")]
+
+
+def test_one_device_says_that_nothing_is_recorded() -> None:
+    assert "nothing is recorded" in str(Report(devices(1), Journal(1)))
+
+
+@pytest.mark.parametrize("wrong", [3, "model", None, torch.nn.Linear(2, 2)])
+def test_what_is_not_parallel_has_no_report(wrong: object) -> None:
+    with pytest.raises(ModuleError, match="is not parallel: there is nothing to report"):
+        evener.report(wrong)  # type: ignore[arg-type]

@@ -189,6 +189,8 @@ class Report:
         return "\n".join([*(line for line in lines if line), self._summary()])
 
     def _summary(self) -> str:
+        if not self.num_calls and len(self.devices) == 1:
+            return "With one device the call is the plain call, of which nothing is recorded."
         if not self.num_calls:
             return "No call so far."
         if self.reached is None:
@@ -223,7 +225,7 @@ class Report:
 
         Args:
             path: the file to write, of any type that matplotlib knows by its name: ``.png``,
-                ``.svg``, ``.pdf`` and others.
+                ``.svg``, ``.pdf`` and others. A name without an ending gets ``.png``.
 
         Raises:
             ImportError: if matplotlib is not installed.
@@ -264,7 +266,8 @@ def report(module: nn.Module) -> Report:
     Raises:
         ModuleError: if the module is not parallel.
     """
-    state = vars(module).get(STATE_NAME)
+    module = getattr(module, "_orig_mod", module)  # torch.compile around it
+    state = getattr(module, "__dict__", {}).get(STATE_NAME)
     if state is None:
         raise ModuleError(
             f"this {type(module).__name__} is not parallel: there is nothing to report; "
