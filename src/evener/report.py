@@ -253,9 +253,8 @@ class Report:
 def report(module: nn.Module) -> Report:
     """Report what the devices of a parallel module did, up to now.
 
-    It may be asked for at any time, in the middle of training too, and takes about a
-    millisecond with 2 devices, 5 with 16.
-    With one device the call is the plain call, of which nothing is recorded.
+    It may be asked for at any time, and takes a millisecond with 2 devices, 5 with 16. With one
+    device the call is the plain call, of which nothing is recorded.
 
     Args:
         module: a module that :func:`evener.parallelize` returned.
@@ -280,8 +279,10 @@ def report(module: nn.Module) -> Report:
 
 
 def _own_samples_per_s(calls: Sequence[Call], device: int) -> float | None:
-    """Give a device's speed in its latest calls, of those in which it had a share."""
+    """Give a device's speed in its latest calls with a share, without the slowest (a cold one)."""
     recent = [call for call in calls if call.shares[device]][-NUM_RECENT:]
+    if len(recent) > 2:  # noqa: PLR2004 - of two, nobody knows which is the usual one
+        recent.remove(max(recent, key=lambda call: call.busy_s[device] / call.shares[device]))
     busy_s = sum(call.busy_s[device] for call in recent)
     return sum(call.shares[device] for call in recent) / busy_s if busy_s > 0 else None
 
