@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from evener.piece import Piece, Settings, seed_of_piece, seeded
+from evener.piece import Piece, Settings, run_backward, seed_of_piece, seeded
 from evener.trees import flatten, unflatten
 
 # ------------------------------------------------------------------ settings
@@ -347,3 +347,16 @@ def test_integers_have_no_gradient() -> None:
 
     assert piece.inputs == []
     assert piece.roots([None, None]) == ([], [])
+
+
+def test_run_backward_is_that_of_torch() -> None:
+    x = torch.randn(3, requires_grad=True)
+    out, gradient = x.square(), torch.randn(3)
+
+    run_backward([out], [gradient], keep_graph=True)
+    run_backward([out], [gradient], keep_graph=False)
+
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, 4 * x.detach() * gradient)
+    with pytest.raises(RuntimeError, match="second time"):
+        run_backward([out], [gradient], keep_graph=False)

@@ -171,7 +171,6 @@ TEAMS: list[tuple[str, Any]] = [
     ("cpu*2", (1, 0)),
     ("cpu*3", (1, 0, 2)),
     ("cpu*4", (1, 3, 2, 5)),
-    ("cpu*2", "auto"),
     ("cpu*3", "wild"),
 ]
 #: Odd ones, fewer samples than devices, none, and one that changes from step to step.

@@ -33,7 +33,7 @@ from evener.batches import TensorForm, is_joinable
 from evener.channel import Channel, ChannelClosedError
 from evener.exchange import host
 from evener.pickling import dumps
-from evener.piece import Piece
+from evener.piece import Piece, run_backward
 from evener.replica import from_bytes, private_buffers
 from evener.trees import Structure, structure_from_bytes, structure_to_bytes
 from evener.watch import Watch
@@ -183,7 +183,7 @@ class Helper:
         for tensor in piece.inputs:
             tensor.grad = None
         if outputs:
-            torch.autograd.backward(outputs, gradients, retain_graph=message.keep_graph)
+            run_backward(outputs, gradients, keep_graph=message.keep_graph)
         for tensor, place in zip(piece.inputs, message.inputs, strict=True):
             if tensor.grad is not None:
                 self._whole.tensor(place).copy_(tensor.grad)

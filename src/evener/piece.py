@@ -170,6 +170,21 @@ class Piece:
         return [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs]
 
 
+def run_backward(
+    outputs: Sequence[Tensor], gradients: Sequence[Tensor], *, keep_graph: bool
+) -> None:
+    """As ``torch.autograd.backward``, whose check of shapes imports 0.3 s of modules first."""
+    torch.autograd.graph._engine_run_backward(
+        tuple(outputs),
+        tuple(gradients),
+        keep_graph,
+        False,  # noqa: FBT003 - create_graph
+        (),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
 class _Given(torch.autograd.Function):
     """The same memory as a tensor that is no leaf.
 
