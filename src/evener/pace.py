@@ -85,6 +85,7 @@ class Pace:
     """The pace of one device.
 
     Attributes:
+        cost: what samples cost; None before the first call that counts.
         noise: the spread of single calls around the model, as a part of their seconds.
         weight: how much its calls say about its fixed part.
     """
@@ -92,8 +93,8 @@ class Pace:
     def __init__(self) -> None:
         self._calls: deque[tuple[int, float]] = deque(maxlen=WINDOW)  # samples, seconds
         self._is_first = True
-        self._cost: Cost | None = None
-        self._typical = 1.0  # the median of measured to modelled seconds
+        self.cost: Cost | None = None
+        self._typical = 1.0  # what measured to modelled seconds typically are
         self._ratios: list[tuple[int, float]] = []
         self.noise = 0.0
         self.weight = 0.0
@@ -102,11 +103,6 @@ class Pace:
     def num_calls(self) -> int:
         """How many calls are remembered."""
         return len(self._calls)
-
-    @property
-    def cost(self) -> Cost | None:
-        """What samples cost; None before the first call."""
-        return self._cost
 
     def observe(self, samples: int, seconds: float) -> None:
         """Note a call; the model is made anew by :meth:`fit`.
@@ -122,9 +118,9 @@ class Pace:
 
     def surprise(self, samples: int, seconds: float) -> float:
         """The logarithm of measured to typical seconds; zero where there is no model."""
-        if self._cost is None:
+        if self.cost is None:
             return 0.0
-        return math.log(max(seconds, 1e-9) / (self._cost.seconds(samples) * self._typical))
+        return math.log(max(seconds, 1e-9) / (self.cost.seconds(samples) * self._typical))
 
     def forget(self, num_kept: int) -> None:
         """Forget all calls but the latest."""
@@ -148,7 +144,7 @@ class Pace:
         self.weight = sum((n / mean - 1) ** 2 for n, _ in self._calls) / ridge**2
         typical, self.noise = _typical(values, weights)
         level = max(typical, proven_mean(values))  # as `expected`, of the same typical value
-        self._cost = Cost(shape.fixed_s * level, shape.per_sample_s * level)
+        self.cost = Cost(shape.fixed_s * level, shape.per_sample_s * level)
         self._ratios = [(n, ratio / typical) for n, ratio in ratios]
         self._typical = typical / level
 
@@ -158,11 +154,11 @@ class Pace:
         A line is not the whole truth (caches); what was measured near this number of samples
         corrects it.
         """
-        if self._cost is None or not samples:
+        if self.cost is None or not samples:
             return 0.0
         near = [ratio for n, ratio in self._ratios if abs(n - samples) <= samples // 16]
         correction = statistics.median(near) if len(near) >= FEW else 1.0
-        return self._cost.seconds(samples) * correction
+        return self.cost.seconds(samples) * correction
 
     def doubt(self, samples: int) -> float:
         """How wrong what is expected of that many samples may be, as a part of it."""
