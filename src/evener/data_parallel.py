@@ -27,7 +27,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.nn.parameter import is_lazy
 
 from evener import allocator
@@ -38,7 +37,7 @@ from evener.call import Call, Run
 from evener.devices import Device
 from evener.errors import EvenerError
 from evener.journal import Journal
-from evener.piece import Settings, seed_of_piece, seeded
+from evener.piece import Settings, check_transforms, own_saved_tensors, seed_of_piece, seeded
 from evener.shares import Choice, FixedShares
 from evener.team import Team
 from evener.timing import Timing
@@ -82,6 +81,8 @@ class DataWay:
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        *,
+        shares: Sequence[int] | None = None,
     ) -> Any:
         """Call the module on all devices.
 
@@ -90,6 +91,7 @@ class DataWay:
             forward: its own forward, bound.
             args: what the user gave.
             kwargs: what the user gave.
+            shares: the samples of each device. Default: as the policy chooses.
 
         Returns:
             What the module returns on one device.
@@ -100,14 +102,18 @@ class DataWay:
             or (self._run is None and any(map(is_lazy, module.parameters())))
         ):
             return forward(*args, **kwargs)
-        _check_transforms()
+        check_transforms()
         batch = Batch(args, kwargs)
         if batch.size is None:  # nothing to cut
             return forward(*args, **kwargs)
         with self._lock, ExitStack() as stack:
             seed = self._next_seed()
             grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-            choice = self._choose(batch.size, grad=grad)
+            choice = (
+                self._choose(batch.size, grad=grad)
+                if shares is None
+                else Choice(tuple(shares), measured=False)
+            )
             self._num_calls += 1
             if sum(choice.shares[1:]) == 0 and not (choice.measured and grad):
                 if self._run is not None and self._num_calls % 8 == 0:
@@ -249,7 +255,7 @@ class DataWay:
         """The module's forward as the first device runs it."""
 
         def own_forward(*args: Any, **kwargs: Any) -> Any:
-            with self._marked(), _own_saved_tensors():
+            with self._marked(), own_saved_tensors():
                 return forward(*args, **kwargs)
 
         return own_forward
@@ -261,36 +267,6 @@ class DataWay:
             seed, num_calls = torch.initial_seed(), 0
         self._seed = (seed, num_calls + 1)
         return partial(seed_of_piece, seed, num_calls)
-
-
-def _check_transforms() -> None:
-    """Refuse what would silently be lost on the way to the helpers."""
-    if forward_ad._current_level >= 0:
-        raise EvenerError(
-            "forward-mode derivatives through a parallel module are not possible; "
-            "evener.release(module) first"
-        )
-    if torch._C._functorch.maybe_current_level() is not None:
-        raise EvenerError(
-            "torch.func transforms (grad, vmap, ...) of a parallel module are not possible; "
-            "evener.release(module) first"
-        )
-
-
-@contextmanager
-def _own_saved_tensors() -> Iterator[None]:
-    """Keep the hooks that a user has set on saved tensors out of the first device's piece.
-
-    They are for the graph around the module. A checkpoint around it, for example, would run the
-    module again from inside the piece's backward, while the helpers are in theirs.
-    """
-    # An older torch does not tell whether there are such hooks: then it costs a call a tensor.
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    if top is None or top(False):  # noqa: FBT003 - its only form
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-            yield
-    else:
-        yield
 
 
 class _Joined(torch.autograd.Function):

@@ -18,8 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from evener.batches import is_joinable
+from evener.errors import EvenerError
 from evener.trees import Structure, flatten, unflatten
 
 
@@ -95,6 +97,36 @@ def seeded(seed: int) -> Iterator[None]:
         yield
     finally:
         generator.set_state(state)
+
+
+def check_transforms() -> None:
+    """Refuse what would silently be lost on the way to the helpers."""
+    if forward_ad._current_level >= 0:
+        raise EvenerError(
+            "forward-mode derivatives through a parallel module are not possible; "
+            "evener.release(module) first"
+        )
+    if torch._C._functorch.maybe_current_level() is not None:
+        raise EvenerError(
+            "torch.func transforms (grad, vmap, ...) of a parallel module are not possible; "
+            "evener.release(module) first"
+        )
+
+
+@contextmanager
+def own_saved_tensors() -> Iterator[None]:
+    """Keep the hooks that a user has set on saved tensors out of the first device's piece.
+
+    They are for the graph around the module. A checkpoint around it, for example, would run the
+    module again from inside the piece's backward, while the helpers are in theirs.
+    """
+    # An older torch does not tell whether there are such hooks: then it costs a call a tensor.
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    if top is None or top(False):  # noqa: FBT003 - its only form
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            yield
+    else:
+        yield
 
 
 class Piece:
