@@ -18,11 +18,14 @@ TESTS = Path(__file__).parent
 #: Each level imports from those below it; within a level, from the left. ``evener`` is
 #: ``__init__.py``: what a user imports, and so do the command line and the textbook.
 LEVELS: dict[int, str] = {
-    0: "errors shares pace trials balance journal timing",
+    0: "errors shares advice pace trials balance journal timing",
     1: "neighbour allocator topology devices arena pickling trees batches piece replica watch",
     2: "channel exchange exchange.host messages helper team mirror",
     3: "outputs gradients call alone data_parallel",
-    5: "parallelize chart report evener",
+    5: (
+        "parallelize chart report gluon.initializer gluon.split gluon.situation gluon.pending "
+        "gluon.round gluon.explicit gluon.network gluon.parameter gluon.trainer gluon evener"
+    ),
     6: (
         "textbook textbook.resnet textbook.download textbook.fashion_mnist textbook.record "
         "textbook.comparison textbook.main_job textbook.bench textbook.progress cli"

@@ -1,8 +1,18 @@
 """evener: one line, and a plain PyTorch loop trains on every device of the machine."""
 
+from evener import gluon
 from evener.devices import Device, devices
 from evener.errors import EvenerError
 from evener.parallelize import parallelize, release
 from evener.report import Report, report
 
-__all__ = ["Device", "EvenerError", "Report", "devices", "parallelize", "release", "report"]
+__all__ = [
+    "Device",
+    "EvenerError",
+    "Report",
+    "devices",
+    "gluon",
+    "parallelize",
+    "release",
+    "report",
+]

@@ -98,14 +98,17 @@ class Cut:
 
     Args:
         shares: samples for each device.
+        means_apart: whether outputs that are means over the batch stay apart, one a device.
 
     Attributes:
+        means_apart: whether they do.
         size: samples in all.
         parts: for each device that works (start, stop) of its part, in order.
         helpers: the devices that work but for the first of the team, which is device 0.
     """
 
-    def __init__(self, shares: Sequence[int]) -> None:
+    def __init__(self, shares: Sequence[int], *, means_apart: bool = False) -> None:
+        self.means_apart = means_apart
         stops = list(accumulate(shares))
         self.size = stops[-1]
         self.parts = {

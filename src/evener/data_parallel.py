@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from evener import allocator
+from evener.advice import Advice
 from evener.alone import run_alone
 from evener.balance import Balancer
 from evener.batches import Batch, Cut
@@ -73,7 +74,16 @@ class DataWay:
         self._num_threads: int | None = None  # the user's, while a team runs
         self._keeps_memory = False
         self._inside: int | None = None  # the thread in which the first device's piece runs
+        self._advice = Advice()
         self._seed = (0, 0)  # the torch seed, and the number of calls since it was set
+
+    def is_plain(self, module: nn.Module) -> bool:
+        """Whether a call is the plain call for now, whatever its batch."""
+        return (
+            self._inside == threading.get_ident()  # the module calls itself
+            or os.getpid() != self._main_pid  # a process that the user forked
+            or (self._run is None and any(map(is_lazy, module.parameters())))
+        )
 
     def call(
         self,
@@ -91,16 +101,13 @@ class DataWay:
             forward: its own forward, bound.
             args: what the user gave.
             kwargs: what the user gave.
-            shares: the samples of each device. Default: as the policy chooses.
+            shares: the samples of each device. Outputs that are means then stay apart, one for
+                each device, as ``Means`` (not in the plain call). Default: as the policy chooses.
 
         Returns:
             What the module returns on one device.
         """
-        if (
-            self._inside == threading.get_ident()  # the module calls itself
-            or os.getpid() != self._main_pid  # a process that the user forked
-            or (self._run is None and any(map(is_lazy, module.parameters())))
-        ):
+        if self.is_plain(module):
             return forward(*args, **kwargs)
         check_transforms()
         batch = Batch(args, kwargs)
@@ -112,7 +119,7 @@ class DataWay:
             choice = (
                 self._choose(batch.size, grad=grad)
                 if shares is None
-                else Choice(tuple(shares), measured=False)
+                else self._advice.follow((batch.size, grad), shares)
             )
             self._num_calls += 1
             if sum(choice.shares[1:]) == 0 and not (choice.measured and grad):
@@ -132,7 +139,7 @@ class DataWay:
             stack.enter_context(self._on_own_cores())
             run.settle()
             timing = Timing(self.journal, self._num_calls, choice.shares)
-            cut = Cut(choice.shares)
+            cut = Cut(choice.shares, means_apart=shares is not None)
             seeds = {device: seed(device) for device in cut.parts}
             call = Call(run, module, self._own(forward), batch, cut, seeds=seeds, timing=timing)
             grad = grad and bool(call.inputs or call.trainable)
@@ -159,6 +166,20 @@ class DataWay:
             if call.timing.num_phases == 2:  # noqa: PLR2004 - a forward, and its first backward
                 self._learn(self._policies[0], call.timing)
             return found
+
+    def advise(self, batch: int) -> tuple[int, ...]:
+        """The shares that the policy would choose for the next call; see :class:`Advice`."""
+        grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        with self._lock:
+            return self._advice.ask((batch, grad), lambda: self._choose(batch, grad=grad))
+
+    def read(self, device: int, name: str, like: Tensor) -> Tensor | None:
+        """What a helper has as a parameter, or None; see :meth:`Mirror.read`."""
+        with self._lock:
+            if self._run is None or not self._run.team.is_running:
+                return None
+            self._run.settle()
+            return self._run.mirror.read(device, name, like)
 
     def stop(self) -> None:
         """End the helpers, and give the parameters memory of their own again."""

@@ -8,6 +8,8 @@ Every one says what was given, what was expected and the way out::
      ├── BatchError (ValueError)       inputs or outputs that cannot be cut or joined
      ├── ModuleError (ValueError)      a module that cannot be made parallel, or already is
      ├── ArenaError (MemoryError)      no room for the shared memory of a team
+     ├── NotOnDeviceError (RuntimeError)    a parameter that was never on the device
+     ├── StaleGradientError (RuntimeError)  gradients that a step needs are not there, or too old
      └── TeamError (RuntimeError)      a helper could not do its part
           ├── HelperStartError         it did not start
           ├── HelperDiedError          it died, or no longer answers
@@ -40,6 +42,14 @@ class ModuleError(EvenerError, ValueError):
 
 class ArenaError(EvenerError, MemoryError):
     """The shared memory of a team could not be had."""
+
+
+class NotOnDeviceError(EvenerError, RuntimeError):
+    """A parameter is read, or used, on a device that it was never put on."""
+
+
+class StaleGradientError(EvenerError, RuntimeError):
+    """Gradients are missing, or belong to parameters that have changed since."""
 
 
 class TeamError(EvenerError, RuntimeError):

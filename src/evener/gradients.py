@@ -35,12 +35,15 @@ def cut_gradients(
         device: whose part is wanted.
     """
     start, stop = cut.parts[device]
+    position = list(cut.parts).index(device)
     return [
         gradient
         if gradient is None
-        else gradient * ((stop - start) / cut.size)
-        if form.is_mean
         else gradient[start:stop]
+        if not form.is_mean
+        else gradient[position]
+        if cut.means_apart
+        else gradient * ((stop - start) / cut.size)
         for gradient, form in zip(gradients, forms, strict=True)
     ]
 

@@ -20,7 +20,6 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +31,6 @@ from evener.arena import Arena, Place, Region, moved
 from evener.batches import TensorForm, is_joinable
 from evener.channel import Channel, ChannelClosedError
 from evener.exchange import host
-from evener.pickling import dumps
 from evener.piece import Piece, run_backward
 from evener.replica import from_bytes, private_buffers
 from evener.trees import Structure, structure_from_bytes, structure_to_bytes
@@ -85,13 +83,14 @@ class Helper:
             messages.Write: self._write,
             messages.Backward: self._backward,
             messages.Reduce: self._reduce,
+            messages.Read: self._read,
         }
         message = request.message
         try:
             reply = actions[type(message)](message)
         except BaseException as error:  # noqa: BLE001 - the main process raises it again
             self._pieces.pop(getattr(message, "piece", -1), None)
-            reply = _failure(error)
+            reply = messages.Failure.of(error)
         freed = [number for number, region in self._regions.items() if not region.in_use]
         for number in freed:
             del self._regions[number]
@@ -222,6 +221,11 @@ class Helper:
         host.add_up([self._arena.region(*span) for span in message.regions], message.segment)
         return messages.Done()
 
+    def _read(self, message: messages.Read) -> messages.Done:
+        parameter = self._module.get_parameter(message.name)
+        self._whole.tensor(message.place).copy_(parameter.detach())
+        return messages.Done()
+
 
 # ------------------------------------------------------------------ what travels
 
@@ -250,17 +254,6 @@ def _seed_others(seed: int) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed % 2**32)
-
-
-def _failure(error: BaseException) -> messages.Failure:
-    summary = "".join(traceback.format_exception_only(error)).strip()
-    text = "".join(traceback.format_exception(error))
-    try:
-        data = dumps(error)
-        pickle.loads(data)  # noqa: S301 - some exceptions can be sent and not be put together
-    except Exception:  # noqa: BLE001 - whatever a user's exception does
-        data = None
-    return messages.Failure(data, summary, text)
 
 
 # ------------------------------------------------------------------ the process

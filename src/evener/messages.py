@@ -16,11 +16,14 @@ reply, a :class:`Failure` if the user's module raised::
                                         ◄── Gradients   which parameters got one
       Reduce      which segment to sum (three devices or more) ──►  sums it
                                              ◄── Done
+      Read        a parameter's name, where its values go ───────►  writes them as it has them
+                                             ◄── Done
 """
 
 from __future__ import annotations
 
 import pickle
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -154,6 +157,19 @@ class Reduce:
 
 
 @dataclass
+class Read:
+    """Tell the values of a parameter, as the replica has them.
+
+    Attributes:
+        name: what ``named_parameters`` calls it.
+        place: where they go.
+    """
+
+    name: str
+    place: Place
+
+
+@dataclass
 class Done:
     """A request was carried out."""
 
@@ -202,6 +218,18 @@ class Failure:
     exception: bytes | None
     summary: str
     traceback: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """What is told of an error that was caught."""
+        summary = "".join(traceback.format_exception_only(error)).strip()
+        text = "".join(traceback.format_exception(error))
+        try:
+            data = dumps(error)
+            pickle.loads(data)  # noqa: S301 - some exceptions can be sent and not be put together
+        except Exception:  # noqa: BLE001 - whatever a user's exception does
+            data = None
+        return cls(data, summary, text)
 
 
 class Request(NamedTuple):

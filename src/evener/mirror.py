@@ -77,6 +77,24 @@ class Mirror:
             for buffer, values in zip(own, self._buffers, strict=True):
                 buffer.copy_(values)
 
+    def read(self, device: int, name: str, like: Tensor) -> Tensor:
+        """The values of a parameter as a device's replica has them now.
+
+        Args:
+            device: a device with a helper.
+            name: what ``named_parameters`` calls it.
+            like: a tensor of its form.
+        """
+        places, num_bytes = lay_out([like])
+        region = self._team.arena.take(num_bytes)
+        (place,) = moved(places, region.offset)
+        self._team.post(device, messages.Read(name, place))
+        try:
+            self._team.collect([device])
+            return region.tensor(place).clone()
+        finally:
+            region.close()
+
     def dissolve(self) -> None:
         """Move the parameters back into memory of their own."""
         give_back(self.shared)

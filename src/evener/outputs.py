@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,8 +25,19 @@ from evener.batches import Cut, TensorForm, check_outputs, is_joinable
 from evener.team import Team
 from evener.trees import Structure, unflatten
 
-#: Stands for a joined tensor among the leaves.
-_JOINED = object()
+#: Stand among the leaves for a joined tensor, and for one of means that stay apart.
+_JOINED, _APART = object(), object()
+
+
+@dataclass(frozen=True)
+class Means:
+    """An output that is a mean over each device's own part, where these stay apart.
+
+    Attributes:
+        values: (devices that work,), in order.
+    """
+
+    values: Tensor
 
 
 class Outputs:
@@ -74,22 +86,32 @@ class Outputs:
                 continue
             tensor, rows = self._join(dict(zip(answers, parts, strict=True)))
             flows = any(_form(part).differentiable for part in parts)
-            self.forms.append(TensorForm(tuple(tensor.shape), tensor.dtype, flows))
+            is_apart = cut.means_apart and _form(parts[0]).is_mean
+            shape = () if is_apart else tuple(tensor.shape)
+            self.forms.append(TensorForm(shape, tensor.dtype, flows))
             self.tensors.append(tensor)
-            self._leaves.append(_JOINED)
+            self._leaves.append(_APART if is_apart else _JOINED)
             for device, places in writes.items():
                 places.append(rows.get(device))
         self._write(piece, writes)
 
     def tree(self, tensors: Sequence[Tensor]) -> Any:
-        """What the module returns, with these in the places of the joined tensors."""
+        """What the module returns, with these in the places of the joined tensors.
+
+        Means that stay apart are a :class:`Means`.
+        """
         rest = iter(tensors)
-        leaves = [next(rest) if leaf is _JOINED else leaf for leaf in self._leaves]
+        leaves = [
+            next(rest) if leaf is _JOINED else Means(next(rest)) if leaf is _APART else leaf
+            for leaf in self._leaves
+        ]
         return unflatten(self._structure, leaves)
 
     def _join(self, parts: dict[int, Any]) -> tuple[Tensor, dict[int, Place]]:
         """Join one tensor; the places are where helpers still have to write their rows."""
         first = _form(next(iter(parts.values())))
+        if first.is_mean and self._cut.means_apart:
+            return torch.stack([_values(part) for part in parts.values()]), {}
         if first.is_mean:
             total = torch.zeros((), dtype=first.dtype)
             for device, part in parts.items():
