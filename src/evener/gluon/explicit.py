@@ -57,7 +57,7 @@ class Explicit:
         with self.pending.lock:
             self.pending.flush()
 
-    def __call__(
+    def call(
         self,
         module: nn.Module,
         forward: Callable[..., Any],

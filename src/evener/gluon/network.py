@@ -20,6 +20,9 @@ from evener.gluon.initializer import Initializer
 from evener.parallelize import parallelize, release
 from evener.pickling import STATE_NAME
 
+#: Stands for an :class:`Explicit` where there is one device: its calls are plain calls.
+_NOBODY = object()
+
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
@@ -91,7 +94,7 @@ def initialize(
         state = vars(net)[STATE_NAME]
     if state.explicit is None:
         labels = [device.label for device in found]
-        state.explicit = Explicit(state.way, labels) if state.way is not None else _nobody
+        state.explicit = Explicit(state.way, labels) if state.way is not None else _NOBODY
     if isinstance(init, Initializer):
         init(net)
     elif init is not None:
@@ -144,8 +147,3 @@ def flush(net: nn.Module) -> None:
     state = vars(net).get(STATE_NAME)
     if state is not None and isinstance(state.explicit, Explicit):
         state.explicit.flush()
-
-
-def _nobody(*_: Any) -> Any:
-    """Stands for an :class:`Explicit` where there is one device: calls are plain calls."""
-    raise AssertionError

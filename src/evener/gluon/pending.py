@@ -113,9 +113,7 @@ class _Mark:
         self._parameter = parameter
         self._made: tuple[Tensor, int] | None = None
         if parameter.grad is None:
-            with torch.inference_mode(mode=False), torch.no_grad():
-                zeros = torch.zeros_like(parameter)
-            parameter.grad = zeros
+            parameter.grad = zeros = torch.zeros_like(parameter)
             self._made = (zeros, zeros._version)
         self.renew()
 

@@ -31,7 +31,7 @@ from evener.gluon.pending import Pending
 from evener.gluon.situation import Situation
 from evener.outputs import Means
 from evener.piece import run_backward
-from evener.trees import flatten, unflatten
+from evener.trees import Structure, flatten, unflatten
 
 
 class Round:
@@ -54,18 +54,22 @@ class Round:
         situation: Situation,
     ) -> None:
         self._situation: Situation | None = situation
-        self._parameters = list(module.parameters())
+        self._module = module
         self._pending = pending
         self._shares = tuple(shares)
         self._working = [i for i, share in enumerate(shares) if share]
-        self._leaves, self._structure = flatten(outputs)
+        self._leaves: list[Any] = [outputs]
+        self._structure: Structure | None = None
+        if type(outputs) is not Tensor:  # else the same, sooner
+            self._leaves, self._structure = flatten(outputs)
         #: Those that a gradient flows back through, as they are in the joint graph.
         self._joint = list(filter(_flows, self._leaves))
         self._to_take = set(range(len(shares)))
         self._taken: set[int] = set()
         self._spent: set[int] = set()  # had a backward that keeps no graph
         self._due: set[int] = set()  # those whose gradients are waited for
-        self._gradients: dict[int, list[Tensor | None]] = {}
+        #: For each of the joint outputs its gradient, and whose part of it is there.
+        self._gradients: dict[int, tuple[Tensor, set[int]]] = {}
 
     def offers(self, index: int, now: tuple[nn.Module, Sequence[Any], Sequence[Any]]) -> bool:
         """Whether the outputs of a shard are there, and right.
@@ -97,21 +101,18 @@ class Round:
         else:
             leaves = [self._part(leaf, index) for leaf in self._leaves]
             self._attach(leaves, index)
-        outputs = unflatten(self._structure, leaves)
         if self.is_over:
             self._let_go()
-        return outputs
+        return leaves[0] if self._structure is None else unflatten(self._structure, leaves)
 
     def _part(self, leaf: Any, index: int) -> Any:
         """A shard's part of a leaf, without a graph. It is no view, for it is the user's."""
         tensor = _tensor(leaf)
         if tensor is None or tensor.dim() == 0:
             return leaf
-        if isinstance(leaf, Means):
-            part = tensor.detach()[self._working.index(index)]
-        else:
-            part = tensor.detach()[sum(self._shares[:index]) :][: self._shares[index]]
-        alias = torch.empty(0, dtype=tensor.dtype)
+        with torch.no_grad():
+            part = tensor[self._place(leaf, index)]
+        alias = torch.empty(0, dtype=part.dtype)
         return alias.set_(part.untyped_storage(), part.storage_offset(), part.shape, part.stride())
 
     def _attach(self, leaves: list[Any], index: int) -> None:
@@ -158,14 +159,10 @@ class Round:
             self._pending.forget_if_cleared()
             if not keep_graph:
                 self._spent.add(index)
-            before = self._gradients.get(index, [None] * len(gradients))
-            self._gradients[index] = [
-                new if old is None else old if new is None else old + new
-                for old, new in zip(before, gradients, strict=True)
-            ]
+            self._collect(index, gradients)
             self._due.discard(index)
             if self._due:
-                self._pending.add(self, self._parameters)
+                self._pending.add(self, self._module.parameters())
             else:
                 self.run()
 
@@ -175,16 +172,15 @@ class Round:
         gradients, self._gradients = self._gradients, {}
         if not self._due:  # all have come; who keeps its graph may come again
             self._due = self._taken - self._spent
-        roots, with_gradients = [], []
-        for number, leaf in enumerate(self._joint):
-            parts = {i: of_shard[number] for i, of_shard in gradients.items()}
-            if any(part is not None for part in parts.values()):
-                roots.append(_tensor(leaf))
-                with_gradients.append(self._joined(leaf, parts))
+        for number, (joined, there) in gradients.items():
+            for index in set(self._working) - there:
+                joined[self._place(self._joint[number], index)] = 0
         keep_graph = bool(set(self._working) & self._to_take or self._taken - self._spent)
         try:
-            if roots:
-                run_backward(roots, with_gradients, keep_graph=keep_graph)
+            if gradients:
+                roots = [_tensor(self._joint[number]) for number in gradients]
+                joint = [joined for joined, _ in gradients.values()]
+                run_backward(roots, joint, keep_graph=keep_graph)
         except BaseException:
             self._spent, keep_graph = set(self._working), False
             raise
@@ -198,17 +194,27 @@ class Round:
         self._pending.remove(self)
         self._gradients = {}
 
-    def _joined(self, leaf: Any, parts: dict[int, Tensor | None]) -> Tensor:
-        """The gradient of a joint output, zero for shards that have sent none."""
-        tensor, are_means = _tensor(leaf), isinstance(leaf, Means)
-        rows = []
-        for index in self._working:
-            part = parts.get(index)
-            if part is None:
-                shape = () if are_means else (self._shares[index], *tensor.shape[1:])
-                part = tensor.new_zeros(shape)
-            rows.append(part)
-        return torch.stack(rows) if are_means else torch.cat(rows)
+    def _collect(self, index: int, gradients: Sequence[Tensor | None]) -> None:
+        """Copy a shard's gradients to their places; what has come there before is added to."""
+        for number, (leaf, gradient) in enumerate(zip(self._joint, gradients, strict=True)):
+            if gradient is None:
+                continue
+            if number not in self._gradients:
+                self._gradients[number] = torch.empty_like(_tensor(leaf)), set()
+            joined, there = self._gradients[number]
+            place = self._place(leaf, index)
+            if index in there:
+                joined[place] += gradient
+            else:
+                joined[place] = gradient
+                there.add(index)
+
+    def _place(self, leaf: Any, index: int) -> int | slice:
+        """Where a shard's part of a joint output is."""
+        if isinstance(leaf, Means):
+            return self._working.index(index)
+        start = sum(self._shares[:index])
+        return slice(start, start + self._shares[index])
 
 
 class _Head(torch.autograd.Function):

@@ -44,22 +44,33 @@ class Situation:
         # An inference tensor does not count its changes: only its values tell.
         sources = [shard.split.source for shard in shards if shard is not None]
         self._copies = [s.clone() if s.is_inference() else None for s in sources]
-        self._objects = _objects(module)
-        self._versions = _versions(module)
+        # All that hangs on the module and its submodules: modes, attributes, parameters, buffers.
+        dicts = [vars(m) for m in module.modules()]
+        parts = [d[name] for d in dicts for name in ("_parameters", "_buffers", "_modules")]
+        self._places = [*dicts, *parts]
+        self._objects = self._objects_now()
+        self._tensors = [o for o in self._objects if isinstance(o, Tensor)]
+        self._versions = list(map(_version, self._tensors))
+        self._module = module
 
     def is_still(
         self, module: nn.Module, leaves: Sequence[Any], shards: Sequence[Shard | None]
     ) -> bool:
         """Whether the outputs of these shards are those that were computed."""
-        objects = _objects(module)
+        objects = self._objects_now()
         return (
-            self._arguments == _arguments(leaves, shards)
+            module is self._module
+            and self._arguments == _arguments(leaves, shards)
             and self._settings == Settings.current()
             and len(self._objects) == len(objects)
             and all(map(is_, self._objects, objects))
-            and self._versions == _versions(module)
+            and self._versions == list(map(_version, self._tensors))
             and self._have_values(shard for shard in shards if shard is not None)
         )
+
+    def _objects_now(self) -> list[Any]:
+        """The objects themselves, so that none of them can go and another take its identity."""
+        return [*chain.from_iterable(map(_values, self._places))]
 
     def _have_values(self, shards: Iterable[Shard]) -> bool:
         """Whether shards of inference tensors have the values that they had."""
@@ -82,20 +93,6 @@ def _arguments(leaves: Sequence[Any], shards: Sequence[Shard | None]) -> list[tu
         else:
             found.append((id(leaf), _version(leaf) if isinstance(leaf, Tensor) else 0))
     return found
-
-
-def _objects(module: nn.Module) -> list[Any]:
-    """All that hangs on a module: attributes, modes, parameters, buffers, submodules.
-
-    The objects themselves, so that none of them can go and another take its identity.
-    """
-    dicts = [vars(m) for m in module.modules()]
-    parts = [d[name] for d in dicts for name in ("_parameters", "_buffers", "_modules")]
-    return [*chain.from_iterable(map(_values, chain(dicts, parts)))]
-
-
-def _versions(module: nn.Module) -> list[int]:
-    return [_version(tensor) for tensor in chain(module.parameters(), module.buffers())]
 
 
 def _version(tensor: Tensor) -> int:

@@ -30,7 +30,6 @@ from torch import Tensor
 from evener.devices import DevicesSpec
 from evener.devices import devices as _devices
 from evener.errors import SharesError
-from evener.shares import share_out
 
 #: The attribute of a tensor where its note is.
 _NOTE = "_evener_shard"
@@ -216,7 +215,8 @@ def _plan(
             f"{axis}; use a batch size that is a multiple of {num_slice}, or give "
             "even_split=False for near-equal slices"
         )
-    return tensor, list(share_out(size, [1.0] * num_slice)), axis
+    share, num_larger = divmod(size, num_slice)
+    return tensor, [share + (i < num_larger) for i in range(num_slice)], axis
 
 
 def _cut(tensor: Tensor, sizes: Sequence[int], axis: int) -> list[Tensor]:
