@@ -17,8 +17,10 @@ from evener.errors import (
     HelperRaisedError,
     HelperStartError,
     ModuleError,
+    NotOnDeviceError,
     RemoteTraceback,
     SharesError,
+    StaleGradientError,
     TeamError,
 )
 
@@ -29,6 +31,8 @@ FAMILY = {
     BatchError: (EvenerError, ValueError),
     ModuleError: (EvenerError, ValueError),
     ArenaError: (EvenerError, MemoryError),
+    NotOnDeviceError: (EvenerError, RuntimeError),
+    StaleGradientError: (EvenerError, RuntimeError),
     TeamError: (EvenerError, RuntimeError),
     HelperStartError: (TeamError,),
     HelperDiedError: (TeamError,),

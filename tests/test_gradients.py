@@ -48,6 +48,15 @@ def test_a_batch_is_cut_and_a_mean_is_weighted() -> None:
     assert parts[2].item() == 1.5
 
 
+def test_of_means_that_stay_apart_each_device_gets_its_own() -> None:
+    cut = Cut([3, 0, 1], means_apart=True)
+    means = torch.tensor([2.0, 5.0])
+
+    parts = [cut_gradients([means], [form()], cut, device)[0] for device in (0, 2)]
+
+    assert [part.item() for part in parts if part is not None] == [2.0, 5.0]
+
+
 def piece_of(module: nn.Module, x: Tensor) -> Piece:
     leaves, structure = flatten(((x,), {}))
     piece = Piece(leaves, [x.requires_grad], structure, 0, grad=True)

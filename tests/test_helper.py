@@ -195,3 +195,16 @@ def test_regions_are_summed(scene: Scene) -> None:
     scene.ask(messages.Reduce([messages.Span(r.offset, r.num_bytes) for r in regions], [place]))
 
     assert regions[0].tensor(place._replace(offset=regions[0].offset)).tolist() == [111.0] * 10
+
+
+def test_a_parameter_is_read_as_the_replica_has_it(scene: Scene) -> None:
+    scene.shared[0].data.fill_(7.0)  # the user's, which is not the replica's here
+    (place,), region = put(scene.arena, [torch.zeros(3, 2)])
+
+    assert isinstance(scene.ask(messages.Read("linear.weight", place)), messages.Done)
+
+    assert torch.equal(region.tensor(place), scene.helper._module.linear.weight.detach())
+    assert not bool((region.tensor(place) == 7).any())
+    answer = scene.ask(messages.Read("linear.scale", place))
+    assert isinstance(answer, messages.Failure)
+    assert "has no attribute `scale`" in answer.summary

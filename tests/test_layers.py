@@ -161,7 +161,7 @@ after = state()
 names = [
     name
     for name, value in vars(evener).items()
-    if not name.startswith("_") and type(value) is not type(sys)
+    if not name.startswith("_") and (type(value) is not type(sys) or name in evener.__all__)
 ]
 print(json.dumps({
     "changed": {key: [before[key], after[key]] for key in before if before[key] != after[key]},

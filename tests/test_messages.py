@@ -51,6 +51,7 @@ EXAMPLES: list[Any] = [
         piece=1, gradients=[PLACE, None], target=Span(0, 4096), inputs=[PLACE], keep_graph=True
     ),
     messages.Reduce(regions=[Span(0, 4096)], segment=[PLACE]),
+    messages.Read(name="layers.0.weight", place=PLACE),
     messages.Done(),
     messages.Outputs(structure=None, leaves=[Output(FORM, bytearray(24)), Output(FORM, None), 1]),
     messages.Gradients(present=[True], inputs=[False], others={0: b"sparse"}),
@@ -152,3 +153,17 @@ print(double(options.rate))
         packed.hex(),
     )
     assert printed == "1.0\n"
+
+
+def test_a_failure_tells_of_an_error_and_brings_it_if_it_can_travel() -> None:
+    class OddError(Exception):
+        def __init__(self, one: int, other: int) -> None:
+            super().__init__("odd")
+
+    failures = [messages.Failure.of(error) for error in (ValueError("a word"), OddError(1, 2))]
+
+    assert failures[0].summary == "ValueError: a word"
+    assert failures[0].exception is not None
+    assert isinstance(pickle.loads(failures[0].exception), ValueError)
+    assert failures[1].exception is None
+    assert failures[1].traceback.endswith("odd\n")

@@ -78,6 +78,20 @@ def test_a_replaced_layer_is_sent_at_once(team: Team, monkeypatch: pytest.Monkey
     mirror.dissolve()
 
 
+def test_a_parameter_is_read_from_a_helper(team: Team) -> None:
+    module = nn.Sequential(nn.Linear(3, 2))
+    mirror = Mirror(module, team)
+    with torch.no_grad():
+        module[0].weight.fill_(5.0)
+
+    values = mirror.read(1, "0.weight", module[0].weight)
+
+    assert torch.equal(values, torch.full((2, 3), 5.0))
+    with pytest.raises(AttributeError, match="no attribute `scale`"):
+        mirror.read(1, "0.scale", module[0].weight)
+    mirror.dissolve()
+
+
 def test_what_was_dissolved_needs_no_arena(team: Team) -> None:
     module = nn.Linear(3, 2)
     values = module.weight.detach().clone()

@@ -14,7 +14,7 @@ from evener.batches import Cut, TensorForm
 from evener.devices import Device
 from evener.errors import BatchError
 from evener.messages import Output, Write
-from evener.outputs import Outputs, joined_in_arena
+from evener.outputs import Means, Outputs, joined_in_arena
 from evener.trees import flatten
 
 
@@ -48,7 +48,9 @@ def sent(tensor: Tensor, *, inline: bool) -> Output:
     return Output(form, values)
 
 
-def joined(parts: dict[int, Tensor], shares: list[int], *, inline: bool) -> Any:
+def joined(
+    parts: dict[int, Tensor], shares: list[int], *, inline: bool, means_apart: bool = False
+) -> Any:
     arena = Arena()
     _, structure = flatten(torch.zeros(1))
     team = FakeTeam(arena, {device: [tensor] for device, tensor in parts.items()})
@@ -57,7 +59,7 @@ def joined(parts: dict[int, Tensor], shares: list[int], *, inline: bool) -> Any:
         for device, tensor in parts.items()
     }
     try:
-        outputs = Outputs(team, 1, Cut(shares), answers)  # type: ignore[arg-type]
+        outputs = Outputs(team, 1, Cut(shares, means_apart=means_apart), answers)  # type: ignore[arg-type]
         return outputs.tree(outputs.tensors)
     finally:
         arena.close()
@@ -74,6 +76,17 @@ def test_tensors_are_concatenated_in_the_order_of_the_devices(
     result = joined({i: part for i, part in parts.items() if shares[i]}, shares, inline=inline)
 
     assert torch.equal(result, whole)
+
+
+def test_means_stay_apart_where_that_is_wanted() -> None:
+    parts = {0: torch.tensor(1.0), 2: torch.tensor(4.0)}
+
+    result = joined(parts, [3, 0, 1], inline=True, means_apart=True)
+
+    assert isinstance(result, Means)
+    assert result.values.tolist() == [1.0, 4.0]
+    rows = {0: torch.ones(2, 1), 1: torch.zeros(1, 1)}
+    assert joined(rows, [2, 1], inline=True, means_apart=True).tolist() == [[1.0], [1.0], [0.0]]
 
 
 def test_a_mean_is_weighted_by_the_shares() -> None:

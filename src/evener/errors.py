@@ -3,17 +3,17 @@
 Every one says what was given, what was expected and the way out::
 
     EvenerError
-     ├── DeviceError (ValueError)      a device spec that names what is not there
-     ├── SharesError (ValueError)      shares that cannot be cut by
-     ├── BatchError (ValueError)       inputs or outputs that cannot be cut or joined
-     ├── ModuleError (ValueError)      a module that cannot be made parallel, or already is
-     ├── ArenaError (MemoryError)      no room for the shared memory of a team
+     ├── DeviceError (ValueError)           a device spec that names what is not there
+     ├── SharesError (ValueError)           shares that cannot be cut by
+     ├── BatchError (ValueError)            inputs or outputs that cannot be cut or joined
+     ├── ModuleError (ValueError)           a module that cannot be made parallel, or already is
+     ├── ArenaError (MemoryError)           no room for the shared memory of a team
      ├── NotOnDeviceError (RuntimeError)    a parameter that was never on the device
-     ├── StaleGradientError (RuntimeError)  gradients that a step needs are not there, or too old
-     └── TeamError (RuntimeError)      a helper could not do its part
-          ├── HelperStartError         it did not start
-          ├── HelperDiedError          it died, or no longer answers
-          └── HelperRaisedError        it raised something that cannot be sent as it is
+     ├── StaleGradientError (RuntimeError)  gradients of a step that are missing, or too old
+     └── TeamError (RuntimeError)           a helper could not do its part
+          ├── HelperStartError              it did not start
+          ├── HelperDiedError               it died, or no longer answers
+          └── HelperRaisedError             it raised something that cannot be sent as it is
 
 What the user's own module raises is not in this list: it arrives in the main process with its
 own type, and carries a :class:`RemoteTraceback` as its cause.

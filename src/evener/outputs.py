@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,15 +28,18 @@ from evener.trees import Structure, unflatten
 _JOINED, _APART = object(), object()
 
 
-@dataclass(frozen=True)
 class Means:
     """An output that is a mean over each device's own part, where these stay apart.
 
-    Attributes:
+    Args:
         values: (devices that work,), in order.
+
+    Attributes:
+        values: the same.
     """
 
-    values: Tensor
+    def __init__(self, values: Tensor) -> None:  # not a dataclass, which would be taken apart
+        self.values = values
 
 
 class Outputs:

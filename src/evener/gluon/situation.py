@@ -90,8 +90,10 @@ def _arguments(leaves: Sequence[Any], shards: Sequence[Shard | None]) -> list[tu
             found.append((weakref.ref(shard.split), changes))
         elif type(leaf) in _PLAIN:
             found.append((type(leaf), leaf))
+        elif isinstance(leaf, Tensor):  # 0-dim
+            found.append((id(leaf), leaf.item() if leaf.is_inference() else leaf._version))
         else:
-            found.append((id(leaf), _version(leaf) if isinstance(leaf, Tensor) else 0))
+            found.append((id(leaf), 0))
     return found
 
 
