@@ -3,12 +3,13 @@
 #   make test    everything that CI checks: format, rules, types, layers, tests, doctests, the README's code
 #   make check   the same without the tests
 #   make bench   evener and its peers (minutes); results go to benchmarks/results/
+#   make bench-gluon     evener's explicit style against its one line (some minutes)
 #   make bench-unequal   the same with a second core that is slowed (half an hour)
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: train test check bench bench-unequal clean
+.PHONY: train test check bench bench-gluon bench-unequal clean
 
 # The stamp is renewed when what it installs changes.
 $(VENV)/.dev: pyproject.toml requirements-dev.txt
@@ -34,6 +35,9 @@ test: check
 
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/peers/main.py $(ARGS)
+
+bench-gluon: $(VENV)/.bench
+	$(BIN)/python benchmarks/gluon/main.py $(ARGS)
 
 bench-unequal: $(VENV)/.bench
 	$(BIN)/python benchmarks/unequal/main.py $(ARGS)

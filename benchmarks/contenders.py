@@ -17,17 +17,28 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from workloads import WORKLOADS, WithLoss, cross_entropy, make_batches, make_model
+from workloads import (
+    WORKLOADS,
+    WithLoss,
+    cross_entropy,
+    make_batches,
+    make_model,
+    summed_cross_entropy,
+)
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A prepared model and optimizer, how to go backward, and how to end."""
+    """A prepared model and optimizer, how to go backward, and how to end.
+
+    `step` is a whole training step where that is not the loop of all others.
+    """
 
     model: nn.Module
     optimizer: Optimizer
     backward: Callable[[Tensor], Any] = Tensor.backward
     close: Callable[[], Any] = lambda: None
+    step: Callable[[Tensor, Tensor], Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -93,6 +104,32 @@ def evener(model: nn.Module, optimizer: Optimizer, _: Place, **options: Any) -> 
     return Setup(model, optimizer, close=lambda: evener.release(model))
 
 
+def gluon(model: nn.Module, optimizer: Optimizer, _: Place, *, measured: bool) -> Setup:
+    """The explicit style of evener, with even or with measured shares."""
+    import evener  # noqa: PLC0415 (the peers run without it)
+    from evener import gluon  # noqa: PLC0415
+
+    devices = evener.devices("cpu")
+    gluon.initialize(model, None, devices)
+    options = {
+        "learning_rate": optimizer.defaults["lr"],
+        "momentum": optimizer.defaults["momentum"],
+    }
+    trainer = gluon.Trainer(gluon.collect_params(model), "sgd", options)
+
+    def step(inputs: Tensor, targets: Tensor) -> Tensor:
+        shares = gluon.shares(model, len(inputs)) if measured else None
+        xs = gluon.split_and_load(inputs, devices, even_split=False, shares=shares)
+        ys = gluon.split_and_load(targets, devices, even_split=False, shares=shares)
+        losses = [summed_cross_entropy(model(x), y) for x, y in zip(xs, ys, strict=True)]
+        for loss in losses:
+            loss.backward()
+        trainer.step(targets.numel())
+        return torch.stack([loss.detach() for loss in losses]).sum() / targets.numel()
+
+    return Setup(model, optimizer, close=lambda: evener.release(model), step=step)
+
+
 CONTENDERS: dict[str, Callable[[nn.Module, Optimizer, Place], Setup]] = {
     "one_core": one_core,
     "all_threads": all_threads,
@@ -103,6 +140,8 @@ CONTENDERS: dict[str, Callable[[nn.Module, Optimizer, Place], Setup]] = {
     "evener": evener,
     "evener_even": partial(evener, shares="even"),
     "evener_auto": partial(evener, shares="auto"),
+    "gluon_even": partial(gluon, measured=False),
+    "gluon_auto": partial(gluon, measured=True),
 }
 
 
@@ -121,6 +160,8 @@ class Training:
 
     def step(self) -> Tensor:
         inputs, targets = next(self._batches)
+        if self.setup.step is not None:
+            return self.setup.step(inputs, targets)
         self.setup.optimizer.zero_grad()
         if self._loss_inside:
             loss: Tensor = self.setup.model(inputs, targets)

@@ -19,6 +19,8 @@ CONTENDERS = {
     "evener": "evener",
     "evener_even": "evener even",
     "evener_auto": "evener auto",
+    "gluon_even": "gluon even",
+    "gluon_auto": "gluon auto",
 }
 # They run one process for each core, each with its part of the batch.
 PEERS = ("ddp", "ddp_tuned", "accelerate", "fabric")

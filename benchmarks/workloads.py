@@ -103,6 +103,11 @@ def cross_entropy(scores: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(scores.flatten(0, -2), targets.flatten())
 
 
+def summed_cross_entropy(scores: Tensor, targets: Tensor) -> Tensor:
+    """The sum over all targets, for those who divide later."""
+    return functional.cross_entropy(scores.flatten(0, -2), targets.flatten(), reduction="sum")
+
+
 def make_batches(workload: Workload, rank: int = 0, num_ranks: int = 1) -> list[Batch]:
     """The batches, or one rank's equal part of each of them, the same in every process."""
     generator = torch.Generator().manual_seed(SEED)

@@ -61,7 +61,8 @@ class Scene:
         return gluon.split_and_load(self.x if x is None else x, "cpu*2", **options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.explicit.call(self.net, self.net.forward, args, kwargs)
+        call = self.explicit.call_for(args, kwargs)
+        return call(self.net, self.net.forward, args, kwargs)
 
 
 def test_all_shards_are_computed_by_the_first_call() -> None:

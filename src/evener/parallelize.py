@@ -46,7 +46,7 @@ class _State:
         #: A forward that the user had set on the instance.
         self.own_forward: Callable[..., Any] | None = None
         self.finalizer: weakref.finalize[Any, Any] | None = None
-        #: What is called in the place of the way, for the explicit style.
+        #: For the explicit style: tells what to call in the place of ``way.call``.
         self.explicit: Any = None
 
 
@@ -184,7 +184,7 @@ def _parallel_class(plain: type[nn.Module], *, is_plain_call: bool) -> type[nn.M
             self.__class__ = _parallel_class(state.plain, is_plain_call=False)
         own = state.own_forward or state.plain.forward.__get__(self)
         assert state.way is not None  # noqa: S101 - see is_plain_call
-        call = (state.explicit or state.way).call
+        call = state.explicit.call_for(args, kwargs) if state.explicit else state.way.call
         if torch.compiler.is_compiling():  # torch.compile around the module; not for our own code
             call = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
         return call(self, own, args, kwargs)

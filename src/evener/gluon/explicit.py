@@ -16,7 +16,8 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +29,27 @@ from evener.gluon.pending import Pending
 from evener.gluon.round import Round, only
 from evener.gluon.situation import Situation
 from evener.gluon.split import Shard, Split
-from evener.trees import flatten, unflatten
+from evener.trees import Structure, flatten, unflatten
 
 #: Of how many batches outputs are kept for shards that the network was not given yet. A network
 #: may be called with shards of two batches in turns (``net(a), net(b)`` for each device).
 NUM_KEPT = 8
+
+
+class _Given(NamedTuple):
+    """Arguments among which there are shards.
+
+    Attributes:
+        leaves: their leaves.
+        structure: their structure; None for one tensor.
+        shards: for each leaf its note, or None.
+        first: the first of these.
+    """
+
+    leaves: list[Any]
+    structure: Structure | None
+    shards: list[Shard | None]
+    first: Shard
 
 
 class Explicit:
@@ -57,14 +74,8 @@ class Explicit:
         with self.pending.lock:
             self.pending.flush()
 
-    def call(
-        self,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """As :meth:`DataWay.call`."""
+    def call_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+        """What to call with these arguments in the place of :meth:`DataWay.call`."""
         if len(args) == 1 and not kwargs and type(args[0]) is Tensor:  # the same, sooner
             leaves, structure = [args[0]], None
         else:
@@ -72,9 +83,21 @@ class Explicit:
         shards = [Shard.of(leaf) if has_batch(leaf) else None for leaf in leaves]
         first = next(filter(None, shards), None)
         if first is None or not _belong_together(leaves, shards, first):
-            return self._way.call(module, forward, args, kwargs)
+            return self._way.call
+        return partial(self._call, _Given(leaves, structure, shards, first))
+
+    def _call(
+        self,
+        given: _Given,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """As :meth:`DataWay.call`, with shards."""
         if self._way.is_plain(module):
             return forward(*args, **kwargs)
+        leaves, structure, shards, first = given
         split, index = first.split, first.index
         places = self._places(split)
         if places != sorted(places) or _require_gradients(leaves):
