@@ -12,7 +12,7 @@ from evener.textbook.resnet import ResNet18
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--data", default="sample", help='"full", or a folder with the four files')
-parser.add_argument("--limit", type=int, default=1024, help="images to train and to test with")
+parser.add_argument("--limit", type=int, default=512, help="images to train and to test with")
 parser.add_argument("--width", type=int, default=8, help="channels of the first stage; 64 there")
 parser.add_argument("--epochs", type=int, default=1, help="10 in the chapter")
 options = parser.parse_args()
