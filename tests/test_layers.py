@@ -19,7 +19,10 @@ TESTS = Path(__file__).parent
 #: ``__init__.py``: what a user imports, and so do the command line and the textbook.
 LEVELS: dict[int, str] = {
     0: "errors shares pace trials balance journal timing",
-    1: "neighbour allocator topology devices arena pickling trees batches piece replica watch",
+    1: (
+        "neighbour allocator topology devices arena pickling trees batches piece replica "
+        "versions contents update watch"
+    ),
     2: "channel exchange exchange.host messages helper team mirror",
     3: "outputs gradients call alone data_parallel",
     5: "parallelize chart report evener",

@@ -116,7 +116,7 @@ class Call:
         self._seeds = seeds
         run.num_calls += 1
         self._number = run.num_calls
-        self._update = run.mirror.refresh(module)
+        self._update = run.mirror.refresh(module, everything=cut.lead != 0)
         self._layout = run.mirror.layout
         self._wanted = [i for i, tensor in enumerate(run.mirror.shared) if tensor.requires_grad]
         self.trainable = [run.mirror.shared[i] for i in self._wanted]

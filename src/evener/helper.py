@@ -150,6 +150,7 @@ class Helper:
             structure = piece.forward(self._module.forward)
         changed = None
         if watch is not None:
+            watch.is_stale()
             changed = watch.update()
             own = private_buffers(self._module).values()
             for values, buffer in zip(self._buffers, own, strict=True):

@@ -29,7 +29,7 @@ from evener.arena import Place
 from evener.batches import TensorForm
 from evener.pickling import dumps
 from evener.piece import Settings
-from evener.watch import Update
+from evener.update import Update
 
 
 class Span(NamedTuple):

@@ -18,7 +18,8 @@ from evener.arena import Place, Region, lay_out, moved
 from evener.errors import ModuleError
 from evener.replica import adopt, give_back, private_buffers, shared_tensors, to_bytes
 from evener.team import Team
-from evener.watch import Update, Watch
+from evener.update import Update
+from evener.watch import Watch
 
 
 class Mirror:
@@ -45,15 +46,19 @@ class Mirror:
         self.layout_bytes = 0
         self._install(module)
 
-    def refresh(self, module: nn.Module) -> Update:
+    def refresh(self, module: nn.Module, *, everything: bool = False) -> Update:
         """Look for changes since the last call; a changed structure is sent at once.
+
+        Args:
+            module: the user's module.
+            everything: as for :meth:`Watch.update`. Default: no.
 
         Returns:
             The update that every helper has to be told.
         """
         if self._watch.is_stale():
             self._install(module)
-        update = self._watch.update()
+        update = self._watch.update(everything=everything)
         if update.buffers:
             # What a helper may still read was sent for a call that is over.
             with torch.no_grad():
