@@ -20,7 +20,7 @@ TESTS = Path(__file__).parent
 LEVELS: dict[int, str] = {
     0: "errors shares pace trials balance journal timing",
     1: (
-        "neighbour allocator topology devices arena pickling trees batches piece replica "
+        "neighbour allocator topology devices arena pickling trees dims batches piece replica "
         "versions contents update watch"
     ),
     2: "channel exchange exchange.host messages helper team mirror",

@@ -120,8 +120,9 @@ class Call:
         self._layout = run.mirror.layout
         self._wanted = [i for i, tensor in enumerate(run.mirror.shared) if tensor.requires_grad]
         self.trainable = [run.mirror.shared[i] for i in self._wanted]
-        pairs = zip(batch.leaves, batch.wanted, strict=True)
-        self.inputs: list[Tensor] = [leaf for leaf, want in pairs if want]
+        wanted = [i for i, want in enumerate(batch.wanted) if want]
+        self.inputs: list[Tensor] = [batch.leaves[i] for i in wanted]
+        self._input_dims = [batch.cut_dims[i] for i in wanted]
         self._own: Piece | None = None
         self._versions = [tensor._version for tensor in self.trainable]
 
@@ -179,7 +180,7 @@ class Call:
         if cut.lead != 0:
             run.mirror.take_buffers(self._module)
         with timing.joining():
-            self.outputs = Outputs(team, self._number, cut, answers)
+            self.outputs = Outputs(team, self._number, cut, self._batch.dims, answers)
         timing.end()
         if not settings.grad:
             self._close()
@@ -238,7 +239,10 @@ class Call:
         self._check_graph()
         timing = self.timing
         timing.begin(BACKWARD, team.worked)
-        inputs = [InputGradient(team, cut, tensor) for tensor in self.inputs]
+        inputs = [
+            InputGradient(team, cut, tensor, dim)
+            for tensor, dim in zip(self.inputs, self._input_dims, strict=True)
+        ]
         num_bytes = self._run.mirror.layout_bytes
         shared = SharedGradients(team, cut.helpers, self._layout, num_bytes)
         held = []  # regions that the helpers read until they answer

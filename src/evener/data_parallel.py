@@ -35,6 +35,7 @@ from evener.balance import Balancer
 from evener.batches import Batch, Cut
 from evener.call import Call, Run
 from evener.devices import Device
+from evener.dims import Dims
 from evener.errors import EvenerError
 from evener.journal import Journal
 from evener.piece import Settings, check_transforms, own_saved_tensors, seed_of_piece, seeded
@@ -54,16 +55,22 @@ class DataWay:
         policies: what decides the shares, in training and in inference: the second has no
             backward, and devices may differ more in one than in the other.
         timeout_s: how long one answer of a helper may take.
+        dims: where the batch lies in inputs and outputs. Default: in dimension 0.
 
     Attributes:
         journal: what each device did.
     """
 
     def __init__(
-        self, devices: Sequence[Device], policies: tuple[Policy, Policy], timeout_s: float
+        self,
+        devices: Sequence[Device],
+        policies: tuple[Policy, Policy],
+        timeout_s: float,
+        dims: Dims | None = None,
     ) -> None:
         self._devices = list(devices)
         self._policies = policies
+        self._dims = dims or Dims()
         self.journal = Journal(len(devices))
         self._num_calls = 0
         self._timeout_s = timeout_s
@@ -103,7 +110,7 @@ class DataWay:
         ):
             return forward(*args, **kwargs)
         check_transforms()
-        batch = Batch(args, kwargs)
+        batch = Batch(args, kwargs, self._dims, forward)
         if batch.size is None:  # nothing to cut
             return forward(*args, **kwargs)
         with self._lock, ExitStack() as stack:

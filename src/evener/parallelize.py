@@ -22,6 +22,7 @@ from torch.jit import ScriptModule
 from evener.balance import Balancer
 from evener.data_parallel import DataWay, Policy
 from evener.devices import Device, DevicesSpec, devices
+from evener.dims import Dims
 from evener.errors import DeviceError, ModuleError
 from evener.helper import HELPER_VARIABLE
 from evener.journal import Journal
@@ -55,6 +56,8 @@ def parallelize(
     *,
     shares: str | Sequence[float] = "auto",
     timeout_s: float = 600.0,
+    in_dims: Any = 0,
+    out_dims: Any = 0,
 ) -> ModuleT:
     """Make a module run on several devices, in place.
 
@@ -74,6 +77,12 @@ def parallelize(
             proportion batches are cut; zero lets a device rest.
         timeout_s: how long a device may take for one forward or backward before it is given up,
             in seconds.
+        in_dims: in which dimension of the inputs the batch lies, as in ``torch.vmap``: a number
+            for all tensors (default 0), None for what every device gets as it is, a tuple with
+            an entry for each positional argument, each again a number, None or a tree of them,
+            or a dict with an entry for each argument of ``forward`` that differs from 0, by name.
+        out_dims: the same for the outputs, as a number or a tree that begins like them. A tensor
+            of floats without a batch (None; also each 0-dim tensor) is a mean over the batch.
 
     Returns:
         The same object.
@@ -83,6 +92,7 @@ def parallelize(
             devices, which this version cannot drive.
         SharesError: if ``shares`` is not one number a device.
         ModuleError: if the module is parallel already, or cannot be made so.
+        TypeError: if ``in_dims`` or ``out_dims`` holds anything but numbers and None.
         ValueError: if ``how`` is not known, or ``timeout_s`` is not above zero.
 
     Example:
@@ -114,10 +124,11 @@ def parallelize(
         raise ValueError(f"timeout_s={timeout_s!r}: expected seconds above zero")
     found = _devices(devices)
     weights = weights_of(shares, len(found))
+    dims = Dims(in_dims, out_dims)
     way = None
     if len(found) > 1:
         _check_drivable(found)
-        way = DataWay(found, _policies(weights, len(found)), timeout_s)
+        way = DataWay(found, _policies(weights, len(found)), timeout_s, dims)
     plain = type(module)
     state = _State(plain, way, found)
     if way is not None:

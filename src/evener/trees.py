@@ -124,6 +124,27 @@ def unflatten(structure: Structure, leaves: Iterable[Any]) -> Any:
     return pytree.tree_unflatten(outer, structure.spec)
 
 
+def spread(prefix: Any, structure: Structure) -> list[Any] | None:
+    """Give each leaf of a tree the value at which a tree that begins alike ends above it.
+
+    Example:
+        >>> structure = flatten((1, [2, 3]))[1]
+        >>> spread((0, None), structure), spread((0, [1, 2]), structure), spread(5, structure)
+        ([0, None, None], [0, 1, 2], [5, 5, 5])
+
+    Returns:
+        A value for each leaf; None where the trees do not begin alike.
+    """
+    values: list[Any] | None = pytree._broadcast_to_and_flatten(prefix, structure.spec)
+    if values is None or not structure.records:
+        return values
+    return [
+        value
+        for value, record in zip(values, structure.records, strict=True)
+        for _ in range(1 if record is None else record.num_leaves)
+    ]
+
+
 def structure_to_bytes(structure: Structure) -> bytes:
     """Pickle a structure, together with what this process knows of the node types in it.
 
