@@ -33,12 +33,13 @@ from evener import allocator
 from evener.alone import run_alone
 from evener.balance import Balancer
 from evener.batches import Batch, Cut
-from evener.call import Call, Run
+from evener.call import Call
 from evener.devices import Device
 from evener.dims import Dims
 from evener.errors import EvenerError
 from evener.journal import Journal
 from evener.piece import Settings, check_transforms, own_saved_tensors, seed_of_piece, seeded
+from evener.run import Run
 from evener.shares import Choice, FixedShares
 from evener.team import Team
 from evener.timing import Timing
