@@ -23,7 +23,7 @@ LEVELS: dict[int, str] = {
         "neighbour allocator topology devices arena pickling trees dims batches piece replica "
         "versions contents update watch"
     ),
-    2: "channel printing exchange exchange.host messages helper team mirror",
+    2: "channel printing exchange exchange.host messages compiling helper team mirror",
     3: "outputs gradients run call alone data_parallel",
     5: "parallelize chart report evener",
     6: (

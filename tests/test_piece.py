@@ -91,7 +91,7 @@ FLAGS: dict[str, Callable[[], Any]] = {
     "no flash attention": lambda: torch.backends.cuda.enable_flash_sdp(False),
     "no memory-efficient attention": lambda: torch.backends.cuda.enable_mem_efficient_sdp(False),
     "no plain attention": lambda: torch.backends.cuda.enable_math_sdp(False),
-    "checks of sparse tensors": lambda: torch.sparse.check_sparse_tensor_invariants.enable(),
+    "checks of sparse tensors": torch.sparse.check_sparse_tensor_invariants.enable,
 }
 
 

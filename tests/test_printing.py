@@ -1,4 +1,4 @@
-"""Printing: what helpers print arrives in the main process, whole, in order, and also at a death."""
+"""Printing: what helpers print arrives whole and in order, also at a death."""
 
 from __future__ import annotations
 

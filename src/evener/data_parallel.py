@@ -204,7 +204,7 @@ class DataWay:
                 f"{label} has no share of batches of {batch} samples in {what}: it would cost "
                 "more time than it saves. It is tried again now and then; evener.report(module) "
                 'shows the shares, and shares="even", or numbers such as (3, 1), fixes them',
-                stacklevel=6,  # the line that calls the module
+                stacklevel=7,  # the line that calls the module
             )
         return choice
 

@@ -30,10 +30,11 @@ from evener import messages
 from evener.arena import Arena, Place, Region, moved
 from evener.batches import is_joinable
 from evener.channel import Channel, ChannelClosedError
+from evener.compiling import Compiler
 from evener.exchange import host
 from evener.piece import Piece, run_backward, set_flags
 from evener.printing import redirect
-from evener.replica import from_bytes, private_buffers
+from evener.replica import complete_main, from_bytes, private_buffers
 from evener.trees import Structure, structure_from_bytes, structure_to_bytes
 from evener.watch import Watch
 
@@ -56,6 +57,7 @@ class Helper:
         # The replica.
         self._module = nn.Module()
         self._modules: list[nn.Module] = []
+        self._compiler = Compiler()
         self._shared: list[Tensor] = []
         self._layout: list[Place] = []
         self._buffers: list[Tensor] = []
@@ -115,7 +117,9 @@ class Helper:
             tensor.requires_grad_(message.requires_grad[i])
         self._buffers = [self._whole.tensor(place) for place in message.buffers]
         self._module = from_bytes(message.module, self._shared)
+        complete_main(self._module)
         self._modules = list(self._module.modules())
+        self._compiler = Compiler()
         self._is_seeded = False
         # What is there now will stay: the garbage collector need not look at it again and again.
         gc.freeze()
@@ -144,7 +148,8 @@ class Helper:
             if not self._is_seeded:
                 _seed_others(message.seed)
                 self._is_seeded = True
-            structure = piece.forward(self._module.forward)
+            forward = self._compiler.forward(self._module, self._module.forward)
+            structure = piece.forward(forward)
         changed = None
         if watch is not None:
             watch.is_stale()
