@@ -2,7 +2,8 @@
 
 The numbers are those of a survey of what users of nn.DataParallel, DistributedDataParallel and the
 libraries built on them ask for help with, most often first. What concerns several machines or
-accelerators only is left out, and so is 8, means over tokens, which a later version brings. Where another file has the test already, the table names it.
+accelerators only is left out, and so is 8, means over tokens, which a later version brings.
+Where another file has the test already, the table names it.
 """
 
 from __future__ import annotations
