@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from evener.batches import Batch, Cut, TensorForm, check_outputs, has_batch, is_joinable
+from evener.batches import Batch, Cut, TensorForm, check_outputs, is_joinable, narrow
+from evener.dims import Dims
 from evener.errors import BatchError
 from evener.trees import Structure, flatten, unflatten
 
@@ -146,12 +147,28 @@ def test_the_parts_of_a_cut_are_the_batch_in_order(shares: list[int]) -> None:
     assert list(cut.parts) == sorted(cut.parts)
 
 
-def test_what_has_a_batch() -> None:
-    assert has_batch(torch.zeros(0))
-    assert has_batch(torch.zeros(2, 3))
-    assert not has_batch(torch.tensor(1.0))
-    assert not has_batch([torch.zeros(2)])
-    assert not has_batch(np.zeros(3))
+def test_a_part_can_be_viewed_as_the_whole_can() -> None:
+    x = torch.arange(24.0).view(2, 4, 3)
+
+    assert torch.equal(narrow(x, 1, 1, 3), x[:, 1:3])
+    assert narrow(x, 1, 1, 3).is_contiguous()
+    assert narrow(x, 0, 1, 2).data_ptr() == x[1].data_ptr()
+    assert not narrow(x.transpose(0, 2), 1, 0, 2).is_contiguous()
+
+
+def test_each_input_is_cut_where_its_batch_lies() -> None:
+    steps, mask, labels = torch.zeros(7, 4, 2), torch.zeros(7, 7), torch.zeros(4)
+
+    batch = Batch((steps, mask), {"labels": labels}, Dims((1, None)))
+
+    assert batch.size == 4
+    assert batch.cut_dims == [1, None, 0]
+    assert [tuple(leaf.shape) for leaf in batch.piece(1, 4)] == [(7, 3, 2), (7, 7), (3,)]
+
+
+def test_batch_sizes_that_differ_are_named_with_their_dimensions() -> None:
+    with pytest.raises(BatchError, match=r"dimension 1 of the one and 0 of the other.*in_dims="):
+        Batch((torch.zeros(3, 4), torch.zeros(3)), {}, Dims((1, 0)))
 
 
 # ------------------------------------------------------------------ outputs
@@ -201,7 +218,7 @@ def answer(*leaves: Any) -> tuple[Structure, list[Any]]:
 def check(*answers: tuple[Structure, list[Any]]) -> None:
     """Check them as those of cpu:0 with 2 samples, cpu:1 with 3, cpu:2 with 4."""
     num = len(answers)
-    check_outputs(answers, [2, 3, 4][:num], ["cpu:0", "cpu:1", "cpu:2"][:num])
+    check_outputs(answers, [2, 3, 4][:num], ["cpu:0", "cpu:1", "cpu:2"][:num], [0] * 9)
 
 
 def test_outputs_that_fit_are_accepted() -> None:
@@ -269,7 +286,7 @@ def test_a_difference_in_differentiability_is_none() -> None:
         # The first dimension.
         (
             (answer(torch.zeros(2, 5)), answer(torch.zeros(2, 5))),
-            r"output 0 has the shape \(2, 5\) on cpu:1, whose share .* is 3; .* \(3, \.\.\.\)",
+            r"output 0 has the shape \(2, 5\) on cpu:1, whose share .* is 3; expected the batch",
         ),
         (
             (answer(torch.zeros(7, 2)), answer(torch.zeros(7, 3))),

@@ -64,6 +64,15 @@ def test_a_parallel_module_becomes_a_network_on_its_own_devices() -> None:
     evener.release(net)
 
 
+def test_a_batch_in_another_dimension_is_an_error_with_the_way_out() -> None:
+    net = evener.parallelize(nn.LSTM(2, 3), "cpu*2", in_dims=1, out_dims=(1, 1))
+
+    with pytest.raises(ModuleError, match=r"in_dims or out_dims.*evener\.release\(net\) first"):
+        gluon.initialize(net, None, "cpu*2")
+
+    evener.release(net)
+
+
 @pytest.mark.parametrize("init", [gluon.Normal, "xavier", 0.01])
 def test_an_init_that_is_none_is_refused_before_anything_is_done(init: Any) -> None:
     net = nn.Linear(2, 1)

@@ -96,7 +96,7 @@ def test_without_a_gradient_there_is_nothing_to_do() -> None:
 def test_the_gradient_of_an_input_is_joined_by_rows(reached: bool) -> None:
     arena = Arena()
     x = torch.zeros(4, 2)
-    gradient = InputGradient(FakeTeam(arena), Cut([3, 1]), x)  # type: ignore[arg-type]
+    gradient = InputGradient(FakeTeam(arena), Cut([3, 1]), x, 0)  # type: ignore[arg-type]
     arena.whole.tensor(gradient.places[1]).fill_(7)
 
     result = gradient.join(torch.ones(3, 2), {1: reached})
@@ -109,7 +109,7 @@ def test_the_gradient_of_an_input_is_joined_by_rows(reached: bool) -> None:
 
 def test_the_gradient_of_a_shared_input_is_a_sum() -> None:
     arena = Arena()
-    gradient = InputGradient(FakeTeam(arena), Cut([3, 1]), torch.zeros(()))  # type: ignore[arg-type]
+    gradient = InputGradient(FakeTeam(arena), Cut([3, 1]), torch.zeros(()), None)  # type: ignore[arg-type]
     arena.whole.tensor(gradient.places[1]).fill_(7)
 
     assert gradient.join(torch.tensor(1.0), {1: True}).item() == 8
@@ -118,7 +118,7 @@ def test_the_gradient_of_a_shared_input_is_a_sum() -> None:
 
 def test_an_input_that_no_device_reached_has_no_gradient() -> None:
     arena = Arena()
-    gradient = InputGradient(FakeTeam(arena), Cut([3, 1]), torch.zeros(4))  # type: ignore[arg-type]
+    gradient = InputGradient(FakeTeam(arena), Cut([3, 1]), torch.zeros(4), 0)  # type: ignore[arg-type]
 
     assert gradient.join(None, {1: False}) is None
     del gradient

@@ -19,9 +19,12 @@ TESTS = Path(__file__).parent
 #: ``__init__.py``: what a user imports, and so do the command line and the textbook.
 LEVELS: dict[int, str] = {
     0: "errors shares advice pace trials balance journal timing",
-    1: "neighbour allocator topology devices arena pickling trees batches piece replica watch",
-    2: "channel exchange exchange.host messages helper team mirror",
-    3: "outputs gradients call alone data_parallel",
+    1: (
+        "neighbour allocator topology devices arena pickling trees dims batches piece replica "
+        "versions contents update watch"
+    ),
+    2: "channel printing exchange exchange.host messages compiling helper team mirror",
+    3: "outputs gradients run call alone data_parallel",
     5: (
         "parallelize chart report gluon.initializer gluon.split gluon.situation gluon.pending "
         "gluon.round gluon.explicit gluon.network gluon.parameter gluon.trainer gluon evener"

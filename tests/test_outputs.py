@@ -12,6 +12,7 @@ from torch import Tensor
 from evener.arena import Arena, Place
 from evener.batches import Cut, TensorForm
 from evener.devices import Device
+from evener.dims import Dims
 from evener.errors import BatchError
 from evener.messages import Output, Write
 from evener.outputs import Means, Outputs, joined_in_arena
@@ -59,7 +60,7 @@ def joined(
         for device, tensor in parts.items()
     }
     try:
-        outputs = Outputs(team, 1, Cut(shares, means_apart=means_apart), answers)  # type: ignore[arg-type]
+        outputs = Outputs(team, 1, Cut(shares, means_apart=means_apart), Dims(), answers)  # type: ignore[arg-type]
         return outputs.tree(outputs.tensors)
     finally:
         arena.close()
@@ -100,7 +101,7 @@ def test_values_that_agree_are_returned_once() -> None:
     leaves, structure = flatten({"name": "x", "count": torch.tensor(3), "none": None})
     answers = {0: (structure, leaves), 1: (structure, list(leaves))}
 
-    outputs = Outputs(FakeTeam(arena, {}), 1, Cut([1, 1]), answers)  # type: ignore[arg-type]
+    outputs = Outputs(FakeTeam(arena, {}), 1, Cut([1, 1]), Dims(), answers)  # type: ignore[arg-type]
 
     assert outputs.tensors == []
     assert outputs.tree([]) == {"name": "x", "count": torch.tensor(3), "none": None}
@@ -115,14 +116,14 @@ def test_a_gradient_flows_if_it_flows_on_any_device() -> None:
         1: (structure, [Output(TensorForm((1,), torch.float32, True), bytearray(4))]),
     }
 
-    outputs = Outputs(FakeTeam(arena, {}), 1, Cut([1, 1]), answers)  # type: ignore[arg-type]
+    outputs = Outputs(FakeTeam(arena, {}), 1, Cut([1, 1]), Dims(), answers)  # type: ignore[arg-type]
 
     assert [form.differentiable for form in outputs.forms] == [True]
     arena.close()
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(BatchError, match="only the first dimension may differ"):
+    with pytest.raises(BatchError, match="only the dimension of the batch may differ"):
         joined({0: torch.zeros(1, 2), 1: torch.zeros(1, 3)}, [1, 1], inline=True)
 
 
@@ -160,7 +161,7 @@ def test_namespace_is_enough_for_a_team() -> None:
     team = SimpleNamespace(arena=arena, devices=[Device("cpu", 0, (0,), 1, "")], collect=list)
     leaves, structure = flatten([torch.ones(2, 1)])
 
-    outputs = Outputs(team, 1, Cut([2]), {0: (structure, leaves)})  # type: ignore[arg-type]
+    outputs = Outputs(team, 1, Cut([2]), Dims(), {0: (structure, leaves)})  # type: ignore[arg-type]
 
     assert torch.equal(outputs.tensors[0], torch.ones(2, 1))
     arena.close()

@@ -6,6 +6,7 @@ import enum
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from evener.replica import from_bytes, shared_tensors, to_bytes
-from evener.watch import Update, Watch
+from evener.update import Update
+from evener.watch import Watch
 
 
 class Mode(enum.Enum):
@@ -51,6 +53,7 @@ class Outer(nn.Module):
         super().__init__()
         self.linear = nn.Linear(3, 3)
         self.inner = Inner()
+        self.layers = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
         self.count = 1
         self.mode = Mode.ADD
         self.items = [1, 2]
@@ -60,6 +63,9 @@ class Outer(nn.Module):
         self.tensor = torch.zeros(2)
         self.array = np.zeros(2)
         self.naive: Any = None
+        inner = SimpleNamespace(rate=0.5)
+        self.config = SimpleNamespace(rate=0.1, layers=[4, 4], inner=inner)
+        self.nested = ([1], torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(self.linear(x))
@@ -249,6 +255,12 @@ CHANGES: dict[str, Callable[[Outer], Any]] = {
     "dict item removed": lambda m: m.table.pop("a"),
     "dict item replaced by a list": lambda m: m.table.__setitem__("b", [2]),
     "dict replaced": lambda m: setattr(m, "table", OrderedDict(a=1)),
+    "list in a dict appended": lambda m: m.table["b"].append(2),
+    "field of an object set": lambda m: setattr(m.config, "rate", 0.5),
+    "field of an object's object set": lambda m: setattr(m.config.inner, "rate", 0.25),
+    "list of an object appended": lambda m: m.config.layers.append(8),
+    "list in a tuple set": lambda m: m.nested[0].__setitem__(0, 5),
+    "tensor in a tuple filled": lambda m: m.nested[1].fill_(5),
     "set added": lambda m: m.names.add("z"),
     "set removed": lambda m: m.names.discard("x"),
     # Tensors and arrays that are neither parameters nor buffers.
@@ -360,7 +372,7 @@ def test_an_attribute_that_leads_to_a_parameter_leads_to_that_of_the_replica(
 def test_frozen_and_thawed_parameters_are_followed(module: Outer, follower: Follower) -> None:
     module.linear.weight.requires_grad_(False)
     update = follower.follow()
-    assert update.requires_grad == [False, True, True, True]
+    assert update.requires_grad == [False, *[True] * 7]
     assert update.attributes is None
     assert_in_step(follower)
 
@@ -431,17 +443,31 @@ def test_two_buffers_of_a_form_that_were_swapped(module: Outer, follower: Follow
     assert_in_step(follower)
 
 
-def test_the_statistics_of_batch_norm_are_the_main_process_ones(module: Outer) -> None:
+def test_the_statistics_of_batch_norm_in_training_wait_until_a_replica_reads_them(
+    module: Outer,
+) -> None:
     """Batch norm changes them without counting, and those of the first device count."""
-    module.train()
-    follower = Follower(module)
+    follower = Follower(module.train())
     for _ in range(3):
         module(torch.randn(5, 3))
         follower.replica(torch.randn(4, 3))
         follower.watch.accept()
+        assert not follower.follow()
+    module.inner.norm.eval()
 
-        follower.follow()
-        assert_in_step(follower)
+    assert len(follower.follow().buffers) == 3
+    assert_in_step(follower)
+    assert not follower.follow()
+
+
+def test_the_statistics_are_told_at_once_to_a_replica_whose_own_become_the_users(
+    module: Outer,
+) -> None:
+    follower = Follower(module.train())
+    module(torch.randn(5, 3))
+
+    assert len(follower.watch.update(everything=True).buffers) == 3
+    assert not follower.watch.update()
 
 
 def test_the_last_statistics_of_training_reach_the_evaluation(module: Outer) -> None:
@@ -457,29 +483,36 @@ def test_the_last_statistics_of_training_reach_the_evaluation(module: Outer) -> 
     assert not follower.follow()
 
 
-def test_the_statistics_of_one_layer_in_training_are_followed(module: Outer) -> None:
-    module.eval()
-    module.inner.norm.train()
-    follower = Follower(module)
-    follower.follow()
-    module(torch.randn(5, 3))
+class OwnNorm(nn.BatchNorm1d):
+    """One that reads its statistics in training, which torch's own do not."""
 
-    follower.follow()
-    assert_in_step(follower)
+    def forward(self, x: Tensor) -> Tensor:
+        return (super().forward(x) - self.running_mean) / 2
 
 
-def test_a_change_through_data_is_not_counted_by_torch_but_followed_in_training(
-    module: Outer,
+@pytest.mark.parametrize("change", ["by a forward", "through data"])
+def test_changes_that_torch_does_not_count_are_followed_in_training(
+    module: Outer, change: str
 ) -> None:
+    module.inner.norm = OwnNorm(3)
     follower = Follower(module.train())
     follower.follow()
-    module.inner.norm.running_mean.data.add_(1)
+    if change == "by a forward":
+        module(torch.randn(5, 3))
+    else:
+        module.inner.norm.running_mean.data.add_(1)
 
     follower.follow()
     assert_in_step(follower)
+    follower.replica(torch.randn(5, 3))  # the last forward changes it still
+    module.eval()
+    follower.follow()
+    assert_in_step(follower)
+    assert not follower.follow()
 
 
 def test_a_large_buffer_is_not_sent_again_and_again_in_training(module: Outer) -> None:
+    module.inner.norm = OwnNorm(3)
     follower = Follower(module.train())
     follower.follow()
 
@@ -536,11 +569,12 @@ STRUCTURE_CHANGES: dict[str, Callable[[Outer], Any]] = {
         "offset", m.linear._parameters.pop("bias")
     ),
     "parameters tied": lambda m: setattr(m.inner.norm, "bias", m.linear.bias),
-    "data moved": lambda m: move(m.linear.weight, torch.clone),
-    "data of another dtype": lambda m: move(m.linear.weight, Tensor.double),
     "data transposed in its memory": lambda m: move(m.linear.weight, Tensor.t),
     "data cut in its memory": lambda m: move(m.linear.weight, lambda data: data[:2]),
     "whole module to another dtype": lambda m: m.double(),
+    "layer taken out of a list": lambda m: m.layers.__delitem__(0),
+    "layer popped from a list": lambda m: m.layers.pop(0),
+    "layers cut off a list": lambda m: setattr(m, "layers", m.layers[:1]),
     "buffer added": lambda m: m.register_buffer("more", torch.zeros(1)),
     "buffer removed": lambda m: delattr(m.inner, "large"),
     "buffer set to None": lambda m: setattr(m.inner, "large", None),
@@ -570,6 +604,18 @@ def test_a_change_of_structure_needs_a_new_copy(
     assert follower.watch.is_stale()
     renewed = Watch(module, shared_tensors(module))
     assert not renewed.is_stale()
+    assert not renewed.has_moved()
+
+
+@pytest.mark.parametrize("to", [torch.clone, Tensor.double])
+def test_a_parameter_in_other_memory_is_noticed(
+    module: Outer, follower: Follower, to: Callable[[Tensor], Tensor]
+) -> None:
+    assert not follower.watch.has_moved()
+    move(module.linear.weight, to)
+
+    assert not follower.watch.is_stale()
+    assert follower.watch.has_moved()
 
 
 def test_a_hook_that_was_removed_needs_a_new_copy(module: Outer) -> None:
@@ -592,14 +638,6 @@ def test_a_parameter_that_was_replaced_is_not_mistaken_for_its_successor_at_its_
 
 
 # ------------------------------------------------------------------ updates
-
-
-def test_an_update_without_content_is_false() -> None:
-    assert not Update()
-    assert Update(attributes=b"x")
-    assert Update(removed=[(0, "a")])
-    assert Update(requires_grad=[])
-    assert Update(buffers=[0])
 
 
 def test_what_cannot_be_sent_is_named(module: Outer, follower: Follower) -> None:

@@ -48,7 +48,7 @@ class Place(NamedTuple):
     offset: int  # bytes from the start of the arena
     dtype: torch.dtype
     shape: tuple[int, ...]
-    stride: tuple[int, ...]  # elements; dense, in any order of dimensions
+    stride: tuple[int, ...]  # elements, in any order of dimensions
 
     @property
     def num_bytes(self) -> int:
@@ -104,9 +104,9 @@ class Region:
 
     def tensor(self, place: Place) -> Tensor:
         """A tensor over the memory at a place inside this region; it keeps the region taken."""
-        count = math.prod(place.shape)
-        if count == 0:
+        if math.prod(place.shape) == 0:
             return torch.empty_strided(place.shape, place.stride, dtype=place.dtype)
+        count = 1 + sum((n - 1) * step for n, step in zip(place.shape, place.stride, strict=True))
         tensor = torch.frombuffer(
             self._memory, dtype=place.dtype, count=count, offset=place.offset - self.offset
         )

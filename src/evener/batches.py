@@ -1,16 +1,18 @@
 """Batches: cutting the inputs of a call by shares, and joining the outputs of the devices.
 
 Inputs and outputs are trees (see :mod:`evener.trees`). What becomes of a leaf is decided by its
-form alone:
+form, and where the batch lies in it (see :mod:`evener.dims`):
 
-=====================  =========================  ===============================================
-leaf                   as an input                as an output
-=====================  =========================  ===============================================
-tensor (batch, ...)    cut along dimension 0      concatenated along dimension 0
-0-dim tensor, floats   given to every device      a mean over the batch: mean weighted by share
-0-dim tensor, others   given to every device      must be equal on all devices
-anything else          given to every device      must be equal on all devices
-=====================  =========================  ===============================================
+==========================  =======================  ==========================================
+leaf                        as an input              as an output
+==========================  =======================  ==========================================
+tensor with a batch         cut along its dimension  concatenated along its dimension
+tensor without, of floats   given to every device    a mean over the batch, weighted by share
+tensor without, others      given to every device    must be equal on all devices
+anything else               given to every device    must be equal on all devices
+==========================  =======================  ==========================================
+
+As a rule the batch is in dimension 0, and a 0-dim tensor has none.
 
 Weighting happens here and nowhere else: a concatenated output makes the gradient of any loss a
 plain sum over the devices, and a weighted mean passes its weights on by the chain rule.
@@ -20,8 +22,8 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -29,6 +31,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from evener.dims import Dims
 from evener.errors import BatchError
 from evener.pickling import dumps
 from evener.trees import Structure, flatten
@@ -42,38 +45,55 @@ _ONE_TENSOR = flatten(((0,), {}))[1]
 class Batch:
     """The inputs of one call, ready to be cut.
 
+    Args:
+        args: the positional arguments.
+        kwargs: the keyword arguments.
+        dims: where the batch lies. Default: in dimension 0.
+        forward: the module's own, for the names of its arguments.
+
     Attributes:
+        dims: as given.
+        cut_dims: for each leaf the dimension that is cut; None for what goes to every device.
         leaves: the leaves of ``(args, kwargs)``.
         structure: their structure.
         size: number of samples; None where no input has a batch dimension.
         wanted: for each leaf whether a gradient with respect to it is wanted.
     """
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        dims: Dims | None = None,
+        forward: Callable[..., Any] | None = None,
+    ) -> None:
         if len(args) == 1 and not kwargs and type(args[0]) is Tensor:  # the same, 20 us sooner
             self.leaves, self.structure = [args[0]], _ONE_TENSOR
         else:
             self.leaves, self.structure = flatten((args, kwargs))
         self.wanted = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in self.leaves]
         self.size: int | None = None
+        self.dims = dims or Dims()
         for i, leaf in enumerate(self.leaves):
             if isinstance(leaf, Tensor) and leaf.layout != torch.strided:
                 raise BatchError(
                     f"{_names(args, kwargs, len(self.leaves))[i]} is a tensor of layout "
                     f"{leaf.layout}, which cannot be cut; give a dense one"
                 )
-        for i, leaf in enumerate(self.leaves):
-            if not has_batch(leaf):
+        self.cut_dims = self.dims.of_inputs(args, kwargs, self.leaves, self.structure, forward)
+        for i, (leaf, dim) in enumerate(zip(self.leaves, self.cut_dims, strict=True)):
+            if dim is None:
                 continue
             if self.size is None:
-                self.size, first = leaf.shape[0], i
-            elif leaf.shape[0] != self.size:
+                self.size, first = leaf.shape[dim], i
+            elif leaf.shape[dim] != self.size:
                 names = _names(args, kwargs, len(self.leaves))
                 raise BatchError(
                     f"the inputs do not have one batch size: {names[first]} has "
                     f"{tuple(self.leaves[first].shape)} and {names[i]} has {tuple(leaf.shape)}; "
-                    "expected the same number in the first dimension of each tensor (a 0-dim "
-                    "tensor or a number goes to every device as it is)"
+                    f"expected the same number in dimension {self.cut_dims[first]} of the one and "
+                    f"{dim} of the other; say with in_dims= where the batch lies, None for what "
+                    "every device gets as it is"
                 )
 
         for value in (*args, *kwargs.values()):
@@ -90,7 +110,10 @@ class Batch:
 
     def piece(self, start: int, stop: int) -> list[Any]:
         """The leaves with every batch dimension cut to ``start:stop``; views, not copies."""
-        return [leaf[start:stop] if has_batch(leaf) else leaf for leaf in self.leaves]
+        return [
+            leaf if dim is None else narrow(leaf, dim, start, stop)
+            for leaf, dim in zip(self.leaves, self.cut_dims, strict=True)
+        ]
 
 
 class Cut:
@@ -129,9 +152,15 @@ class Cut:
         return stop - start
 
 
-def has_batch(leaf: Any) -> bool:
-    """Whether an input is a tensor that is cut along its first dimension."""
-    return isinstance(leaf, Tensor) and leaf.dim() > 0
+def narrow(tensor: Tensor, dim: int, start: int, stop: int) -> Tensor:
+    """A part of a tensor along a dimension: a view, unless it would be less dense than the whole.
+
+    A module may take the ``view`` of an input that it could take of the whole.
+    """
+    if dim == 0:
+        return tensor[start:stop]
+    part = tensor.narrow(dim, start, stop - start)
+    return part.contiguous() if tensor.is_contiguous() else part
 
 
 def _names(args: tuple[Any, ...], kwargs: dict[str, Any], num_leaves: int) -> list[str]:
@@ -153,14 +182,19 @@ class TensorForm:
     """What the main process must know of a tensor that lies in a helper.
 
     Attributes:
-        shape: its shape, dimension 0 the device's share (or none at all).
+        shape: its shape, with the device's share in the dimension of the batch.
         dtype: its dtype.
         differentiable: whether a gradient can flow back through it.
+        dim: the dimension of the batch; None where there is none.
+        lengths: of a joined tensor how long each device's part is in dimension 1, where that
+            differs.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     differentiable: bool
+    dim: int | None = 0
+    lengths: Mapping[int, int] | None = None
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorForm:
@@ -170,7 +204,8 @@ class TensorForm:
     @property
     def is_mean(self) -> bool:
         """Whether an output of this form stands for a mean over the batch."""
-        return self.shape == () and (self.dtype.is_floating_point or self.dtype.is_complex)
+        has_no_batch = self.shape == () or self.dim is None
+        return has_no_batch and (self.dtype.is_floating_point or self.dtype.is_complex)
 
 
 def is_joinable(leaf: Any) -> bool:
@@ -182,6 +217,8 @@ def check_outputs(
     outputs: Sequence[tuple[Structure, Sequence[Any]]],
     shares: Sequence[int],
     labels: Sequence[str],
+    dims: Sequence[int | None],
+    ragged: Collection[int] = (),
 ) -> None:
     """Check that the outputs of the devices can be joined.
 
@@ -189,9 +226,11 @@ def check_outputs(
         outputs: for each device its structure and its leaves, with tensors as ``TensorForm``.
         shares: the share of each.
         labels: the label of each, for messages.
+        dims: for each leaf the dimension of the batch.
+        ragged: the leaves that may differ in dimension 1. Default: none.
 
     Raises:
-        BatchError: if structures differ, a tensor's first dimension is not the device's share,
+        BatchError: if structures differ, a tensor does not have the device's share in it,
             the other dimensions or dtypes differ, or values that must agree do not.
     """
     structure, leaves = outputs[0]
@@ -206,7 +245,9 @@ def check_outputs(
         for (_, own_leaves), share, label in zip(outputs, shares, labels, strict=True):
             leaf = own_leaves[i]
             if isinstance(first, TensorForm) and isinstance(leaf, TensorForm):
-                _check_tensor(i, leaf, first, (share, label, labels[0]))
+                if i in ragged and len(leaf.shape) == len(first.shape):
+                    leaf = replace(leaf, shape=(leaf.shape[0], *first.shape[1:2], *leaf.shape[2:]))
+                _check_tensor(i, dims[i], (leaf, first), (share, label, labels[0]))
             elif not _agree(leaf, first):
                 raise BatchError(
                     f"output {i} differs among the devices: {first!r} on {labels[0]}, {leaf!r} on "
@@ -215,20 +256,27 @@ def check_outputs(
 
 
 def _check_tensor(
-    i: int, form: TensorForm, first: TensorForm, about: tuple[int, str, str]
+    i: int,
+    dim: int | None,
+    forms: tuple[TensorForm, TensorForm],
+    about: tuple[int, str, str],
 ) -> None:
-    share, label, first_label = about
-    if form.shape != () and form.shape[0] != share:
+    (form, first), (share, label, first_label) = forms, about
+    if dim is not None and form.shape[dim : dim + 1] not in ((share,), ()):
         raise BatchError(
             f"output {i} has the shape {form.shape} on {label}, whose share of the batch is "
-            f"{share}; expected the batch in the first dimension, ({share}, ...), or a 0-dim mean "
-            "over the batch; transpose it inside the module, or keep it out of the outputs"
+            f"{share}; expected the batch in dimension {dim}, or a 0-dim mean over the batch; say "
+            "with out_dims= of parallelize where the batch lies (None: nowhere), or transpose it "
+            "inside the module"
         )
-    if form.shape[1:] != first.shape[1:] or (form.shape == ()) != (first.shape == ()):
+    one, other = list(form.shape), list(first.shape)
+    if dim is not None and len(one) == len(other) and one:
+        one[dim] = other[dim]
+    if one != other:
         raise BatchError(
             f"output {i} has the shape {first.shape} on {first_label} and {form.shape} on "
-            f"{label}; only the first dimension may differ; pad to one length that does not "
-            "depend on the part of the batch"
+            f"{label}; only the dimension of the batch may differ; pad to one length that does "
+            "not depend on the part of the batch"
         )
     if form.dtype != first.dtype:
         raise BatchError(

@@ -13,11 +13,11 @@ of the devices, is raised: the helpers are then ready for the next call.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from evener import messages
@@ -26,51 +26,11 @@ from evener.batches import Batch, Cut
 from evener.errors import HelperDiedError
 from evener.gradients import InputGradient, SharedGradients, cut_gradients, own_gradients
 from evener.journal import BACKWARD, FORWARD, INFERENCE
-from evener.mirror import Mirror
 from evener.outputs import Outputs
-from evener.piece import Piece, Settings
-from evener.team import Team
+from evener.piece import Piece, Settings, current_flags
+from evener.run import Run
 from evener.timing import Timing
-from evener.trees import Structure, structure_from_bytes, structure_to_bytes
-
-
-class Run:
-    """What the calls of one module on one team have in common.
-
-    Args:
-        module: the user's module.
-        team: the team.
-
-    Attributes:
-        team: the team.
-        mirror: keeps the replicas equal to the module.
-        num_calls: how many there were; the pieces of a call have its number.
-        received: the structure of the outputs that each device sent last.
-        sent: the structure of the inputs that each device was sent last.
-        forwards: the timings of calls that have ended without a backward, the latest.
-    """
-
-    def __init__(self, module: nn.Module, team: Team) -> None:
-        self.team = team
-        self.mirror = Mirror(module, team)
-        self.num_calls = 0
-        self.received: dict[int, Structure] = {}
-        self.sent: dict[int, Structure] = {}
-        self.forwards: deque[Timing] = deque(maxlen=8)
-
-    def settle(self) -> None:
-        """Receive what an interrupted call has left unanswered."""
-        for device, answer in self.team.settle():
-            if isinstance(answer, messages.Outputs):
-                self.remember(device, answer)
-
-    def remember(self, device: int, answer: messages.Outputs) -> None:
-        """Keep the structure of a device's outputs, which is not sent again while it is the same.
-
-        Also from an answer that nobody waits for any more.
-        """
-        if answer.structure is not None:
-            self.received[device] = structure_from_bytes(answer.structure)
+from evener.trees import Structure, structure_to_bytes
 
 
 class Call:
@@ -116,12 +76,13 @@ class Call:
         self._seeds = seeds
         run.num_calls += 1
         self._number = run.num_calls
-        self._update = run.mirror.refresh(module)
+        self._update = run.mirror.refresh(module, everything=cut.lead != 0)
         self._layout = run.mirror.layout
         self._wanted = [i for i, tensor in enumerate(run.mirror.shared) if tensor.requires_grad]
         self.trainable = [run.mirror.shared[i] for i in self._wanted]
-        pairs = zip(batch.leaves, batch.wanted, strict=True)
-        self.inputs: list[Tensor] = [leaf for leaf, want in pairs if want]
+        wanted = [i for i, want in enumerate(batch.wanted) if want]
+        self.inputs: list[Tensor] = [batch.leaves[i] for i in wanted]
+        self._input_dims = [batch.cut_dims[i] for i in wanted]
         self._own: Piece | None = None
         self._versions = [tensor._version for tensor in self.trainable]
 
@@ -162,7 +123,8 @@ class Call:
             with _collected(errors), timing.own_piece():
                 answers[0] = self._run_own(settings)
         for device in cut.helpers:
-            answer = team.receive(device)
+            with labelled("evener: waiting"):
+                answer = team.receive(device)
             if isinstance(answer, messages.Failure):
                 errors.append(team.error_of(device, answer))
                 continue
@@ -179,7 +141,7 @@ class Call:
         if cut.lead != 0:
             run.mirror.take_buffers(self._module)
         with timing.joining():
-            self.outputs = Outputs(team, self._number, cut, answers)
+            self.outputs = Outputs(team, self._number, cut, self._batch.dims, answers)
         timing.end()
         if not settings.grad:
             self._close()
@@ -238,9 +200,13 @@ class Call:
         self._check_graph()
         timing = self.timing
         timing.begin(BACKWARD, team.worked)
-        inputs = [InputGradient(team, cut, tensor) for tensor in self.inputs]
+        inputs = [
+            InputGradient(team, cut, tensor, dim)
+            for tensor, dim in zip(self.inputs, self._input_dims, strict=True)
+        ]
         num_bytes = self._run.mirror.layout_bytes
         shared = SharedGradients(team, cut.helpers, self._layout, num_bytes)
+        flags = current_flags()
         held = []  # regions that the helpers read until they answer
         for device in cut.helpers:
             parts = cut_gradients(gradients, forms, cut, device)
@@ -254,6 +220,7 @@ class Call:
                 target=messages.Span(target.offset, target.num_bytes),
                 inputs=[gradient.places[device] for gradient in inputs],
                 keep_graph=keep_graph,
+                flags=flags,
             )
             team.post(device, message)
         errors: list[BaseException] = []
@@ -264,7 +231,8 @@ class Call:
                 own = own_gradients(self._own, parts, self.trainable, keep_graph=keep_graph)
         answers: dict[int, messages.Gradients] = {}
         for device in cut.helpers:
-            answer = team.receive(device)
+            with labelled("evener: waiting"):
+                answer = team.receive(device)
             if isinstance(answer, messages.Failure):
                 errors.append(team.error_of(device, answer))
             else:
@@ -308,6 +276,13 @@ class Call:
                 "Trying to backward through the graph of a parallel module a second time; give "
                 "retain_graph=True to the first backward"
             )
+
+
+def labelled(name: str) -> AbstractContextManager[Any]:
+    """Show a part of the work in the user's profile, if there is one."""
+    if torch._C._autograd._profiler_enabled():
+        return torch.profiler.record_function(name)
+    return nullcontext()
 
 
 @contextmanager

@@ -21,7 +21,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -34,11 +34,20 @@ from evener.advice import Advice
 from evener.alone import run_alone
 from evener.balance import Balancer
 from evener.batches import Batch, Cut
-from evener.call import Call, Run
+from evener.call import Call, labelled
 from evener.devices import Device
+from evener.dims import Dims
 from evener.errors import EvenerError
 from evener.journal import Journal
-from evener.piece import Settings, check_transforms, own_saved_tensors, seed_of_piece, seeded
+from evener.piece import (
+    Settings,
+    check_transforms,
+    on_cores,
+    own_saved_tensors,
+    seed_of_piece,
+    seeded,
+)
+from evener.run import Run
 from evener.shares import Choice, FixedShares
 from evener.team import Team
 from evener.timing import Timing
@@ -55,16 +64,23 @@ class DataWay:
         policies: what decides the shares, in training and in inference: the second has no
             backward, and devices may differ more in one than in the other.
         timeout_s: how long one answer of a helper may take.
+        dims: where the batch lies in inputs and outputs. Default: in dimension 0.
 
     Attributes:
+        dims: where the batch lies.
         journal: what each device did.
     """
 
     def __init__(
-        self, devices: Sequence[Device], policies: tuple[Policy, Policy], timeout_s: float
+        self,
+        devices: Sequence[Device],
+        policies: tuple[Policy, Policy],
+        timeout_s: float,
+        dims: Dims | None = None,
     ) -> None:
         self._devices = list(devices)
         self._policies = policies
+        self.dims = dims or Dims()
         self.journal = Journal(len(devices))
         self._num_calls = 0
         self._timeout_s = timeout_s
@@ -110,7 +126,7 @@ class DataWay:
         if self.is_plain(module):
             return forward(*args, **kwargs)
         check_transforms()
-        batch = Batch(args, kwargs)
+        batch = Batch(args, kwargs, self.dims, forward)
         if batch.size is None:  # nothing to cut
             return forward(*args, **kwargs)
         with self._lock, ExitStack() as stack:
@@ -125,7 +141,7 @@ class DataWay:
             if sum(choice.shares[1:]) == 0 and not (choice.measured and grad):
                 if self._run is not None and self._num_calls % 8 == 0:
                     # The other cores are the helpers', and may be slow. Once there, it stays.
-                    stack.enter_context(self._on_own_cores())
+                    stack.enter_context(on_cores(self._devices[0].cores))
                 stack.enter_context(self._marked())
                 stack.enter_context(seeded(seed(0)))
                 plain, shares = partial(forward, *args, **kwargs), choice.shares
@@ -136,7 +152,7 @@ class DataWay:
                     self._policies[1].observe(shares, [seconds, *rest], [0.0, *rest], seconds)
                 return outputs
             run = self._ready(module)
-            stack.enter_context(self._on_own_cores())
+            stack.enter_context(on_cores(self._devices[0].cores))
             run.settle()
             timing = Timing(self.journal, self._num_calls, choice.shares)
             cut = Cut(choice.shares, means_apart=shares is not None)
@@ -158,10 +174,10 @@ class DataWay:
         self, call: Call, gradients: Sequence[Tensor | None], *, keep_graph: bool
     ) -> list[Tensor | None]:
         """Run the backward of a call; see :meth:`Call.backward`."""
-        with self._lock, self._on_own_cores():
+        with self._lock, on_cores(self._devices[0].cores):
             if self._run is not None and self._run.team.is_running:
                 self._run.settle()
-            with self._marked():
+            with self._marked(), labelled("evener: backward"):
                 found = call.backward(gradients, keep_graph=keep_graph)
             if call.timing.num_phases == 2:  # noqa: PLR2004 - a forward, and its first backward
                 self._learn(self._policies[0], call.timing)
@@ -217,7 +233,7 @@ class DataWay:
                 f"{label} has no share of batches of {batch} samples in {what}: it would cost "
                 "more time than it saves. It is tried again now and then; evener.report(module) "
                 'shows the shares, and shares="even", or numbers such as (3, 1), fixes them',
-                stacklevel=6,  # the line that calls the module
+                stacklevel=7,  # the line that calls the module
             )
         return choice
 
@@ -246,22 +262,6 @@ class DataWay:
                 self._num_threads = torch.get_num_threads()
             torch.set_num_threads(num_threads)
         return self._run
-
-    @contextmanager
-    def _on_own_cores(self) -> Iterator[None]:
-        """Keep this thread on the first device's cores, for the time of a call.
-
-        Only for that time: a process that the user starts in between, such as a data loader's
-        worker, inherits where its parent may run.
-        """
-        before = os.sched_getaffinity(0)
-        with suppress(OSError):  # pinning may be forbidden: slower, not wrong
-            os.sched_setaffinity(0, self._devices[0].cores)
-        try:
-            yield
-        finally:
-            with suppress(OSError):
-                os.sched_setaffinity(0, before)
 
     @contextmanager
     def _marked(self) -> Iterator[None]:
@@ -299,7 +299,8 @@ class _Joined(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.way, ctx.call = way, call
         ctx.set_materialize_grads(False)
-        call.forward(settings)
+        with labelled("evener: forward"):
+            call.forward(settings)
         tensors, forms = call.outputs.tensors, call.outputs.forms
         call.outputs.tensors = []  # they are the user's now; to hold them would keep their memory
         pairs = zip(tensors, forms, strict=True)

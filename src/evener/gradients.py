@@ -16,7 +16,7 @@ from torch import Tensor
 
 from evener import messages
 from evener.arena import Place, Region, moved, put
-from evener.batches import Cut, TensorForm, has_batch
+from evener.batches import Cut, TensorForm, narrow
 from evener.exchange import host
 from evener.outputs import joined_in_arena
 from evener.piece import Piece
@@ -36,14 +36,17 @@ def cut_gradients(
     """
     start, stop = cut.parts[device]
     position = list(cut.parts).index(device)
+
+    def of(gradient: Tensor, form: TensorForm) -> Tensor:
+        if form.is_mean:
+            return (
+                gradient[position] if cut.means_apart else gradient * ((stop - start) / cut.size)
+            )
+        part = narrow(gradient, form.dim or 0, start, stop)
+        return part if form.lengths is None else part[:, : form.lengths[device]]
+
     return [
-        gradient
-        if gradient is None
-        else gradient[start:stop]
-        if not form.is_mean
-        else gradient[position]
-        if cut.means_apart
-        else gradient * ((stop - start) / cut.size)
+        None if gradient is None else of(gradient, form)
         for gradient, form in zip(gradients, forms, strict=True)
     ]
 
@@ -101,17 +104,18 @@ class InputGradient:
         team: the team.
         cut: who has which part of the batch.
         tensor: the input.
+        dim: the dimension of the batch; None where every device got all of it.
 
     Attributes:
         places: where each device's part goes.
     """
 
-    def __init__(self, team: Team, cut: Cut, tensor: Tensor) -> None:
+    def __init__(self, team: Team, cut: Cut, tensor: Tensor, dim: int | None) -> None:
         self._whole = team.arena.whole
         self._rows: Tensor | None = None
-        if has_batch(tensor):
+        if dim is not None:
             self._rows, self.places = joined_in_arena(
-                team.arena, cut, tuple(tensor.shape), tensor.dtype
+                team.arena, cut, tensor.shape, tensor.dtype, dim
             )
         else:  # every device got it: their gradients are added up
             slots, self._region = put(team.arena, [tensor] * len(cut.parts))

@@ -28,11 +28,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from evener.arena import Place
-from evener.batches import TensorForm
+from evener.batches import TensorForm, is_joinable
 from evener.pickling import dumps
 from evener.piece import Settings
-from evener.watch import Update
+from evener.update import Update
+
+#: Outputs up to this size travel in the message; it saves a round trip, which costs about as much.
+INLINE_BYTES = 1 << 16
 
 
 class Span(NamedTuple):
@@ -139,6 +145,7 @@ class Backward:
         target: the region for the gradients of the shared tensors, laid out as they are.
         inputs: where the gradients of the inputs that want one go.
         keep_graph: whether another backward may follow.
+        flags: those of the main process.
     """
 
     piece: int
@@ -146,6 +153,7 @@ class Backward:
     target: Span
     inputs: list[Place]
     keep_graph: bool
+    flags: tuple[Any, ...]
 
 
 @dataclass
@@ -221,7 +229,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """What is told of an error that was caught."""
+        """The failure that an exception is."""
         summary = "".join(traceback.format_exception_only(error)).strip()
         text = "".join(traceback.format_exception(error))
         try:
@@ -258,6 +266,20 @@ class Reply(NamedTuple):
 
 #: Kinds of leaves that pickle sends well; all others are left to cloudpickle.
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), Input, Output)
+
+
+def outgoing(leaf: Any) -> Any:
+    """An output as it travels."""
+    if not is_joinable(leaf):
+        return leaf.detach() if isinstance(leaf, Tensor) else leaf
+    form = TensorForm.of(leaf)
+    if leaf.nbytes > INLINE_BYTES:
+        return Output(form, None)
+    values = bytearray(leaf.nbytes)
+    if values:
+        flat = torch.frombuffer(values, dtype=leaf.dtype)
+        flat.view(leaf.shape).copy_(leaf.detach())
+    return Output(form, values)
 
 
 def picklable(leaves: Sequence[Any]) -> list[Any] | bytes:

@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from evener import messages
 from evener.arena import Place, Region, lay_out, moved
 from evener.errors import ModuleError
+from evener.pickling import COMPILE_NAME
 from evener.replica import adopt, give_back, private_buffers, shared_tensors, to_bytes
 from evener.team import Team
-from evener.watch import Update, Watch
+from evener.update import Update
+from evener.watch import Watch
 
 
 class Mirror:
@@ -45,15 +47,19 @@ class Mirror:
         self.layout_bytes = 0
         self._install(module)
 
-    def refresh(self, module: nn.Module) -> Update:
+    def refresh(self, module: nn.Module, *, everything: bool = False) -> Update:
         """Look for changes since the last call; a changed structure is sent at once.
+
+        Args:
+            module: the user's module.
+            everything: as for :meth:`Watch.update`. Default: no.
 
         Returns:
             The update that every helper has to be told.
         """
-        if self._watch.is_stale():
+        if self._watch.is_stale() or (self._watch.has_moved() and not self._moved_back()):
             self._install(module)
-        update = self._watch.update()
+        update = self._watch.update(everything=everything)
         if update.buffers:
             # What a helper may still read was sent for a call that is over.
             with torch.no_grad():
@@ -101,6 +107,28 @@ class Mirror:
         for region in self._regions:
             region.close()
 
+    def _moved_back(self) -> bool:
+        """Move shared tensors back that have got other memory: from the user, or another team.
+
+        The helpers need not be told, and open graphs stay what they are.
+
+        Returns:
+            False if one has another form.
+        """
+        region = self._regions[0]
+        pairs = list(zip(self.shared, moved(self.layout, region.offset), strict=True))
+        for tensor, place in pairs:
+            form = (tensor.device.type, tensor.dtype, tensor.shape, tensor.stride())
+            if form != ("cpu", place.dtype, place.shape, place.stride):
+                return False
+        with torch.inference_mode(mode=False), torch.no_grad():
+            for tensor, place in pairs:
+                there = region.tensor(place)
+                if there.data_ptr() != tensor.data_ptr():
+                    there.copy_(tensor.detach())
+                    tensor.data = there
+        return True
+
     def _install(self, module: nn.Module) -> None:
         team = self._team
         for region in self._regions:
@@ -142,4 +170,4 @@ class Mirror:
         for device in helpers:
             team.post(device, load)
         team.collect(helpers)
-        self._watch = Watch(module, self.shared)
+        self._watch = Watch(module, self.shared, COMPILE_NAME)

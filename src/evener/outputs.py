@@ -11,8 +11,8 @@ Its memory is used again when the user no longer holds the tensor (see ``arena``
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +21,10 @@ from torch import Tensor
 from evener import messages
 from evener.arena import Arena, Place, lay_out
 from evener.batches import Cut, TensorForm, check_outputs, is_joinable
+from evener.dims import Dims
+from evener.errors import BatchError
 from evener.team import Team
-from evener.trees import Structure, unflatten
+from evener.trees import Structure, ragged, unflatten
 
 #: Stand among the leaves for a joined tensor, and for one of means that stay apart.
 _JOINED, _APART = object(), object()
@@ -32,7 +34,7 @@ class Means:
     """An output that is a mean over each device's own part, where these stay apart.
 
     Args:
-        values: (devices that work,), in order.
+        values: (devices that work, ...), in order.
 
     Attributes:
         values: the same.
@@ -49,6 +51,7 @@ class Outputs:
         team: the team.
         piece: the number of the call's pieces.
         cut: who has which part of the batch.
+        dims: where the batch lies in the outputs.
         answers: for each device that works the structure and the leaves of its outputs; tensors
             of the main process as they are, those of helpers as ``messages.Output``.
 
@@ -65,13 +68,15 @@ class Outputs:
         team: Team,
         piece: int,
         cut: Cut,
+        dims: Dims,
         answers: dict[int, tuple[Structure, list[Any]]],
     ) -> None:
         self._team = team
         self._cut = cut
         self.tensors: list[Tensor] = []
         self.forms: list[TensorForm] = []
-        self._structure = answers[cut.lead][0]
+        self._structure, leaves = answers[cut.lead]
+        self._dims = dims.of_outputs([_form(leaf) for leaf in leaves], self._structure)
         self._leaves: list[Any] = []
         check_outputs(
             [
@@ -80,22 +85,35 @@ class Outputs:
             ],
             [cut.share(device) for device in answers],
             [team.devices[device].label for device in answers],
+            self._dims,
+            uneven := ragged(self._structure),
         )
+        #: Tensors that are joined when the helpers have written their parts.
+        self._later: list[tuple[int, Callable[[], Tensor]]] = []
         writes: dict[int, list[Place | None]] = {device: [] for device in cut.helpers}
-        for parts in zip(*(leaves for _, leaves in answers.values()), strict=True):
+        columns = zip(*(leaves for _, leaves in answers.values()), strict=True)
+        for i, (dim, parts) in enumerate(zip(self._dims, columns, strict=True)):
             if not isinstance(_form(parts[0]), TensorForm):
                 self._leaves.append(parts[0])
                 continue
-            tensor, rows = self._join(dict(zip(answers, parts, strict=True)))
+            by_device = dict(zip(answers, parts, strict=True))
+            join = self._join_without_batch if dim is None else partial(self._join, dim)
+            lengths = {d: _form(part).shape[1] for d, part in by_device.items() if i in uneven}
+            if len(set(lengths.values())) > 1:
+                join = partial(self._join_uneven, lengths)
+            tensor, rows = join(by_device)
             flows = any(_form(part).differentiable for part in parts)
-            is_apart = cut.means_apart and _form(parts[0]).is_mean
-            shape = () if is_apart else tuple(tensor.shape)
-            self.forms.append(TensorForm(shape, tensor.dtype, flows))
+            self.forms.append(
+                TensorForm(tuple(tensor.shape), tensor.dtype, flows, dim, lengths or None)
+            )
+            is_apart = cut.means_apart and self.forms[-1].is_mean
             self.tensors.append(tensor)
             self._leaves.append(_APART if is_apart else _JOINED)
             for device, places in writes.items():
                 places.append(rows.get(device))
         self._write(piece, writes)
+        for number, finish in self._later:
+            self.tensors[number] = finish()
 
     def tree(self, tensors: Sequence[Tensor]) -> Any:
         """What the module returns, with these in the places of the joined tensors.
@@ -109,26 +127,78 @@ class Outputs:
         ]
         return unflatten(self._structure, leaves)
 
-    def _join(self, parts: dict[int, Any]) -> tuple[Tensor, dict[int, Place]]:
+    def _join(self, dim: int, parts: dict[int, Any]) -> tuple[Tensor, dict[int, Place]]:
         """Join one tensor; the places are where helpers still have to write their rows."""
-        first = _form(next(iter(parts.values())))
-        if first.is_mean and self._cut.means_apart:
-            return torch.stack([_values(part) for part in parts.values()]), {}
-        if first.is_mean:
-            total = torch.zeros((), dtype=first.dtype)
-            for device, part in parts.items():
-                total += _values(part) * (self._cut.share(device) / self._cut.size)
-            return total, {}
         if not any(_is_large(part) for part in parts.values()):
-            return torch.cat([_values(part) for part in parts.values()]), {}
-        shape = (self._cut.size, *first.shape[1:])
-        tensor, rows = joined_in_arena(self._team.arena, self._cut, shape, first.dtype)
+            return torch.cat([_values(part) for part in parts.values()], dim), {}
+        first = _form(next(iter(parts.values())))
+        shape = [*first.shape]
+        shape[dim] = self._cut.size
+        tensor, rows = joined_in_arena(self._team.arena, self._cut, shape, first.dtype, dim)
         for device, part in parts.items():
             if not _is_large(part):
                 start, stop = self._cut.parts[device]
-                tensor[start:stop].copy_(_values(part))
+                tensor.narrow(dim, start, stop - start).copy_(_values(part))
                 del rows[device]
         return tensor, rows
+
+    def _join_uneven(
+        self, lengths: dict[int, int], parts: dict[int, Any]
+    ) -> tuple[Tensor, dict[int, Place]]:
+        """Join one tensor whose parts differ in length too: what is missing is zero."""
+        first = _form(next(iter(parts.values())))
+        shape = (self._cut.size, max(lengths.values()), *first.shape[2:])
+        tensor, rows = joined_in_arena(self._team.arena, self._cut, shape, first.dtype)
+        tensor.zero_()
+        for device, part in parts.items():
+            if _is_large(part):
+                place, length = rows[device], lengths[device]
+                shape = (place.shape[0], length, *place.shape[2:])
+                rows[device] = place._replace(shape=shape)
+            else:
+                start, stop = self._cut.parts[device]
+                tensor[start:stop, : lengths[device]].copy_(_values(part))
+                del rows[device]
+        return tensor, rows
+
+    def _join_without_batch(self, parts: dict[int, Any]) -> tuple[Tensor, dict[int, Place]]:
+        """Join one tensor that is a mean over the batch, or the same on every device."""
+        if not any(_is_large(part) for part in parts.values()):
+            return self._mean({device: _values(part) for device, part in parts.items()}), {}
+        first = _form(next(iter(parts.values())))
+        one_each = Cut([int(device in parts) for device in range(len(self._team.devices))])
+        shape = [len(parts), *first.shape]
+        slots, rows = joined_in_arena(self._team.arena, one_each, shape, first.dtype)
+        by_device = dict(zip(parts, slots, strict=True))
+        for device, part in parts.items():
+            rows[device] = rows[device]._replace(
+                shape=rows[device].shape[1:], stride=rows[device].stride[1:]
+            )
+            if not _is_large(part):
+                by_device[device].copy_(_values(part))
+                del rows[device]
+        self._later.append((len(self.tensors), partial(self._mean, by_device)))
+        return slots[0], rows
+
+    def _mean(self, parts: dict[int, Tensor]) -> Tensor:
+        """The mean weighted by shares (or all means); of what has none, the one value of all."""
+        first = next(iter(parts.values()))
+        if first.is_floating_point() or first.is_complex():
+            if self._cut.means_apart:
+                return torch.stack(list(parts.values()))
+            total = torch.zeros_like(first)
+            for device, part in parts.items():
+                total += part * (self._cut.share(device) / self._cut.size)
+            return total
+        for device, part in parts.items():
+            if not torch.equal(part, first):
+                labels = [self._team.devices[d].label for d in (next(iter(parts)), device)]
+                raise BatchError(
+                    f"an output without a batch differs among the devices: {first} on "
+                    f"{labels[0]}, {part} on {labels[1]}; return it with the batch in one of "
+                    "its dimensions"
+                )
+        return first.clone()
 
     def _write(self, piece: int, writes: dict[int, list[Place | None]]) -> None:
         """Let the helpers write their large outputs."""
@@ -139,22 +209,23 @@ class Outputs:
 
 
 def joined_in_arena(
-    arena: Arena, cut: Cut, shape: tuple[int, ...], dtype: torch.dtype
+    arena: Arena, cut: Cut, shape: Sequence[int], dtype: torch.dtype, dim: int = 0
 ) -> tuple[Tensor, dict[int, Place]]:
     """A tensor over the arena, whose memory is free when nobody holds it.
 
     Returns:
-        The tensor, its values not set, and the place of each device's rows in it.
+        The tensor, its values not set, and the place of each device's part of it along ``dim``.
     """
-    (place,), num_bytes = lay_out([torch.empty(shape, dtype=dtype, device="meta")])
+    (place,), num_bytes = lay_out([torch.empty(*shape, dtype=dtype, device="meta")])
     region = arena.take(num_bytes)
     place = place._replace(offset=region.offset)
     tensor = region.tensor(place)
     region.close()
-    row_bytes = math.prod(shape[1:]) * dtype.itemsize
+    row_bytes = place.stride[dim] * dtype.itemsize
     return tensor, {
         device: place._replace(
-            offset=place.offset + start * row_bytes, shape=(stop - start, *shape[1:])
+            offset=place.offset + start * row_bytes,
+            shape=(*shape[:dim], stop - start, *shape[dim + 1 :]),
         )
         for device, (start, stop) in cut.parts.items()
     }

@@ -20,12 +20,14 @@ from torch import nn
 from torch.jit import ScriptModule
 
 from evener.balance import Balancer
+from evener.compiling import Compiler, surrounding
 from evener.data_parallel import DataWay, Policy
 from evener.devices import Device, DevicesSpec, devices
+from evener.dims import Dims
 from evener.errors import DeviceError, ModuleError
 from evener.helper import HELPER_VARIABLE
 from evener.journal import Journal
-from evener.pickling import STATE_NAME
+from evener.pickling import COMPILE_NAME, STATE_NAME
 from evener.shares import FixedShares, weights_of
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -45,6 +47,7 @@ class _State:
         self.journal = Journal(len(devices)) if way is None else way.journal
         #: A forward that the user had set on the instance.
         self.own_forward: Callable[..., Any] | None = None
+        self.compiler = Compiler()
         self.finalizer: weakref.finalize[Any, Any] | None = None
         #: For the explicit style: tells what to call in the place of ``way.call``.
         self.explicit: Any = None
@@ -57,6 +60,8 @@ def parallelize(
     *,
     shares: str | Sequence[float] = "auto",
     timeout_s: float = 600.0,
+    in_dims: Any = 0,
+    out_dims: Any = 0,
 ) -> ModuleT:
     """Make a module run on several devices, in place.
 
@@ -76,6 +81,12 @@ def parallelize(
             proportion batches are cut; zero lets a device rest.
         timeout_s: how long a device may take for one forward or backward before it is given up,
             in seconds.
+        in_dims: in which dimension of the inputs the batch lies, as in ``torch.vmap``: a number
+            for all tensors (default 0), None for what every device gets as it is, a tuple with
+            an entry for each positional argument, each again a number, None or a tree of them,
+            or a dict with an entry for each argument of ``forward`` that differs from 0, by name.
+        out_dims: the same for the outputs, as a number or a tree that begins like them. A tensor
+            of floats without a batch (None; also each 0-dim tensor) is a mean over the batch.
 
     Returns:
         The same object.
@@ -85,6 +96,7 @@ def parallelize(
             devices, which this version cannot drive.
         SharesError: if ``shares`` is not one number a device.
         ModuleError: if the module is parallel already, or cannot be made so.
+        TypeError: if ``in_dims`` or ``out_dims`` holds anything but numbers and None.
         ValueError: if ``how`` is not known, or ``timeout_s`` is not above zero.
 
     Example:
@@ -116,16 +128,17 @@ def parallelize(
         raise ValueError(f"timeout_s={timeout_s!r}: expected seconds above zero")
     found = _devices(devices)
     weights = weights_of(shares, len(found))
+    dims = Dims(in_dims, out_dims)
     way = None
     if len(found) > 1:
         _check_drivable(found)
-        way = DataWay(found, _policies(weights, len(found)), timeout_s)
+        way = DataWay(found, _policies(weights, len(found)), timeout_s, dims)
     plain = type(module)
     state = _State(plain, way, found)
     if way is not None:
         state.own_forward = vars(module).pop("forward", None)
         state.finalizer = weakref.finalize(module, way.stop)
-    setattr(module, STATE_NAME, state)
+    vars(module)[STATE_NAME] = state  # not by setattr: torch.compile's modules pass that on
     module.__class__ = _parallel_class(plain, is_plain_call=way is None)  # type: ignore[assignment]
     return module
 
@@ -149,10 +162,11 @@ def release(module: ModuleT) -> ModuleT:
         )
     if state.finalizer is not None:
         state.finalizer()  # runs once, now instead of at the end
-    delattr(module, STATE_NAME)
+    del vars(module)[STATE_NAME]
+    vars(module).pop(COMPILE_NAME, None)
     module.__class__ = state.plain
     if state.own_forward is not None:
-        module.forward = state.own_forward
+        vars(module)["forward"] = state.own_forward
     return module
 
 
@@ -174,20 +188,39 @@ def _check_drivable(found: Sequence[Device]) -> None:
         raise DeviceError(f"more than one device needs Linux, not {sys.platform}")
 
 
+def _call(
+    module: nn.Module,
+    parallel: type[nn.Module],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    is_compiled: bool = True,
+) -> Any:
+    """Call a parallel module of a made class."""
+    state: _State = vars(module)[STATE_NAME]
+    if type(module) is not parallel:  # a lazy module becomes another class in its first call
+        state.plain = type(module)
+        module.__class__ = _parallel_class(state.plain, is_plain_call=False)
+    own = state.own_forward or state.plain.forward.__get__(module)
+    assert state.way is not None  # noqa: S101 - see is_plain_call
+    if is_compiled:
+        context = surrounding()
+        if vars(module).get(COMPILE_NAME) is not context:
+            vars(module)[COMPILE_NAME] = context
+        own = state.compiler.forward(module, own)
+    call = state.explicit.call_for(args, kwargs) if state.explicit else state.way.call
+    return call(module, own, args, kwargs)
+
+
 def _parallel_class(plain: type[nn.Module], *, is_plain_call: bool) -> type[nn.Module]:
     """A subclass of a module's class whose forward goes through the module's devices."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        state: _State = vars(self)[STATE_NAME]
-        if type(self) is not parallel:  # a lazy module becomes another class in its first call
-            state.plain = type(self)
-            self.__class__ = _parallel_class(state.plain, is_plain_call=False)
-        own = state.own_forward or state.plain.forward.__get__(self)
-        assert state.way is not None  # noqa: S101 - see is_plain_call
-        call = state.explicit.call_for(args, kwargs) if state.explicit else state.way.call
         if torch.compiler.is_compiling():  # torch.compile around the module; not for our own code
-            call = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
-        return call(self, own, args, kwargs)
+            return torch.compiler.disable(_call)(self, parallel, args, kwargs)  # type: ignore[no-untyped-call]
+        if COMPILE_NAME in vars(self):
+            del vars(self)[COMPILE_NAME]
+        return _call(self, parallel, args, kwargs, is_compiled=False)
 
     def reduce_ex(self: nn.Module, protocol: Any) -> Any:
         """Pickle and copy as a plain module."""
@@ -196,11 +229,13 @@ def _parallel_class(plain: type[nn.Module], *, is_plain_call: bool) -> type[nn.M
         if isinstance(parts, str):
             return parts
         function, arguments, *rest = parts
+        function = plain if function is parallel else function
         arguments = tuple(plain if argument is parallel else argument for argument in arguments)
         if function is copyreg.__newobj__:  # type: ignore[attr-defined]
             function = plain.__new__  # the same, without pickle's check against the class
         if rest and isinstance(rest[0], dict):
-            kept = {name: value for name, value in rest[0].items() if name != STATE_NAME}
+            private = (STATE_NAME, COMPILE_NAME)
+            kept = {name: value for name, value in rest[0].items() if name not in private}
             if state.own_forward is not None:
                 kept["forward"] = state.own_forward
             rest[0] = kept

@@ -22,13 +22,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from evener.batches import has_batch
 from evener.data_parallel import DataWay
 from evener.errors import BatchError, NotOnDeviceError
 from evener.gluon.pending import Pending
 from evener.gluon.round import Round, only
 from evener.gluon.situation import Situation
-from evener.gluon.split import Shard, Split
+from evener.gluon.split import Shard, Split, has_batch
 from evener.trees import Structure, flatten, unflatten
 
 #: Of how many batches outputs are kept for shards that the network was not given yet. A network

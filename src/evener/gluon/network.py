@@ -55,7 +55,8 @@ def initialize(
     Raises:
         DeviceError: as :func:`evener.parallelize`.
         ModuleError: if ``net`` cannot be made parallel, is parallel on other devices without
-            ``force_reinit``, or has a parameter without a shape that ``init`` would need.
+            ``force_reinit``, or with a batch in another dimension than the first, or has a
+            parameter without a shape that ``init`` would need.
         ValueError: if ``init`` is none of the above.
 
     Source: ``Block.initialize`` of ``mxnet.gluon``, there with ``ctx`` or ``device``.
@@ -86,6 +87,11 @@ def initialize(
                 f"this {type(net).__name__} is parallel already, on {there}; give these devices, "
                 "or force_reinit=True to put it on others"
             )
+    if state is not None and state.way is not None and not state.way.dims.is_first:
+        raise ModuleError(
+            f"this {type(net).__name__} was made parallel with in_dims or out_dims, and shards are "
+            "parts along the first dimension; evener.release(net) first, and move the batch there"
+        )
     if state is not None and state.devices != found:
         release(net)
         state = None

@@ -259,7 +259,7 @@ def only(outputs: Any) -> Any:
 
 
 def _whole(leaf: Any) -> Any:
-    return leaf.values.reshape(()) if isinstance(leaf, Means) else leaf
+    return leaf.values[0] if isinstance(leaf, Means) else leaf
 
 
 def _empty(leaf: Any) -> Any:

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evener.batches import has_batch
-from evener.gluon.split import Shard
+from evener.gluon.split import Shard, has_batch
 from evener.piece import Settings
 
 _values = dict.values

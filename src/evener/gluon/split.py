@@ -181,6 +181,11 @@ def split_and_load(
     return shards
 
 
+def has_batch(leaf: Any) -> bool:
+    """Whether an argument of a network can be a shard: a tensor with a dimension."""
+    return isinstance(leaf, Tensor) and leaf.dim() > 0
+
+
 def _plan(
     data: Any, num_slice: int, axis: int, shares: Sequence[int] | None, *, even_split: bool
 ) -> tuple[Tensor, list[int], int]:
