@@ -187,7 +187,7 @@ class DataWay:
         """The shares that the policy would choose for the next call; see :class:`Advice`."""
         grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         with self._lock:
-            return self._advice.ask((batch, grad), lambda: self._choose(batch, grad=grad))
+            return self._advice.ask((batch, grad), lambda: self._choose(batch, grad=grad, level=6))
 
     def read(self, device: int, name: str, like: Tensor) -> Tensor | None:
         """What a helper has as a parameter, or None; see :meth:`Mirror.read`."""
@@ -215,7 +215,7 @@ class DataWay:
                 allocator.return_memory()
                 self._keeps_memory = False
 
-    def _choose(self, batch: int, *, grad: bool) -> Choice:
+    def _choose(self, batch: int, *, grad: bool, level: int = 7) -> Choice:
         """The shares of the next call."""
         if not batch:
             return Choice((0,) * len(self._devices), measured=False)
@@ -233,7 +233,7 @@ class DataWay:
                 f"{label} has no share of batches of {batch} samples in {what}: it would cost "
                 "more time than it saves. It is tried again now and then; evener.report(module) "
                 'shows the shares, and shares="even", or numbers such as (3, 1), fixes them',
-                stacklevel=7,  # the line that calls the module
+                stacklevel=level,  # the user's line
             )
         return choice
 

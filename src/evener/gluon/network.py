@@ -89,8 +89,9 @@ def initialize(
             )
     if state is not None and state.way is not None and not state.way.dims.is_first:
         raise ModuleError(
-            f"this {type(net).__name__} was made parallel with in_dims or out_dims, and shards are "
-            "parts along the first dimension; evener.release(net) first, and move the batch there"
+            f"this {type(net).__name__} was made parallel with in_dims or out_dims, and shards "
+            "are parts along the first dimension; evener.release(net) first, and move the batch "
+            "there"
         )
     if state is not None and state.devices != found:
         release(net)
