@@ -25,10 +25,14 @@ LEVELS: dict[int, str] = {
     ),
     2: "channel exchange exchange.host messages helper team mirror",
     3: "outputs gradients call alone data_parallel",
-    5: "parallelize chart report evener",
+    5: (
+        "parallelize chart report parallel_functions.places parallel_functions.parts "
+        "parallel_functions.replicas parallel_functions.threads parallel_functions dropin evener"
+    ),
     6: (
         "textbook textbook.resnet textbook.download textbook.fashion_mnist textbook.record "
-        "textbook.comparison textbook.main_job textbook.bench textbook.progress cli"
+        "textbook.comparison textbook.main_job textbook.bench textbook.progress "
+        "standin program cli"
     ),
 }
 ORDER = [(level, name) for level, names in LEVELS.items() for name in names.split()]

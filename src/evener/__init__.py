@@ -1,8 +1,18 @@
 """evener: one line, and a plain PyTorch loop trains on every device of the machine."""
 
 from evener.devices import Device, devices
+from evener.dropin import DataParallel
 from evener.errors import EvenerError
 from evener.parallelize import parallelize, release
 from evener.report import Report, report
 
-__all__ = ["Device", "EvenerError", "Report", "devices", "parallelize", "release", "report"]
+__all__ = [
+    "DataParallel",
+    "Device",
+    "EvenerError",
+    "Report",
+    "devices",
+    "parallelize",
+    "release",
+    "report",
+]
