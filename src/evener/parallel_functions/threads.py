@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.nn.parallel as torchs
 from torch import Tensor, nn
-from torch._utils import ExceptionWrapper
+from torch._utils import KeyErrorMessage
 
 from evener.errors import BatchError
 from evener.parallel_functions.parts import leaves_of
@@ -77,9 +78,24 @@ def parallel_apply(
         for thread in threads:
             thread.join()
     for result in results:
-        if isinstance(result, ExceptionWrapper):
-            result.reraise()  # type: ignore[no-untyped-call]
+        if isinstance(result, _Raised):
+            raise result.remade()
     return results
+
+
+class _Raised(NamedTuple):
+    """What is kept of an exception: not itself, for it would hold the frames of the call."""
+
+    kind: type[BaseException]
+    text: str
+
+    def remade(self) -> BaseException:
+        # A KeyError shows its argument as repr does: with this kind of str, as it is.
+        text = KeyErrorMessage(self.text) if self.kind is KeyError else self.text
+        try:
+            return self.kind(text)
+        except Exception:  # noqa: BLE001 - one that wants other arguments
+            return RuntimeError(text)
 
 
 def _call(settings: Settings, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -90,8 +106,9 @@ def _call(settings: Settings, module: nn.Module, args: Any, kwargs: dict[str, An
 def _keep(
     results: list[Any], i: int, call: Callable[[], Any], label: str, caught: type[BaseException]
 ) -> None:
-    """Keep what a call returned, or raised: its text, for itself would hold the call's frames."""
+    """Keep what a call returned, or raised."""
     try:
         results[i] = call()
-    except caught:
-        results[i] = ExceptionWrapper(where=f"in replica {i} on device {label}")  # type: ignore[no-untyped-call]
+    except caught as error:
+        text = f"Caught {type(error).__name__} in replica {i} on device {label}.\nOriginal "
+        results[i] = _Raised(type(error), text + traceback.format_exc())
