@@ -156,10 +156,10 @@ class StandIn:
 def _class(stand_in: StandIn) -> type:
     """Make the class that stands in torch's place during a run."""
 
-    class DataParallel(dropin.DataParallel[Any]):
+    class DataParallel(dropin.DataParallel[dropin.ModuleT]):
         def __init__(
             self,
-            module: nn.Module,
+            module: dropin.ModuleT,
             device_ids: Any = None,
             output_device: Any = None,
             dim: int = 0,
