@@ -227,6 +227,9 @@ def run_program(
     devices: Annotated[
         str, typer.Option(help='Those of DataParallel: "auto", "cpu:0,cpu:1", "cpu*4" ...')
     ] = "auto",
+    shares: Annotated[
+        str, typer.Option(help="auto: by the devices' speed; even: as torch cuts batches.")
+    ] = "auto",
     module: Annotated[
         bool, typer.Option("-m", help="SCRIPT is the name of a module, as for python -m.")
     ] = False,
@@ -234,7 +237,7 @@ def run_program(
     """Run a program that uses torch.nn.DataParallel, with evener's in its place."""
     from evener.program import Program  # noqa: PLC0415
 
-    return Program(program, devices, is_module=module)
+    return Program(program, devices, shares, is_module=module)
 
 
 @app.command(name="devices")

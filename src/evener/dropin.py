@@ -52,6 +52,8 @@ class DataParallel(nn.DataParallel[ModuleT]):
         output_device: where outputs on accelerators go. CPU devices have one memory. Default:
             the first device.
         dim: the dimension of the batch in all inputs and outputs.
+        shares: as in :func:`evener.parallelize`; ``"even"`` cuts batches into near-equal parts,
+            as torch does.
 
     Attributes:
         module: the wrapped module.
@@ -62,6 +64,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
 
     Raises:
         DeviceError: if a device is not there or named twice, or if CPU and accelerators are mixed.
+        SharesError: if ``shares`` is not one number a device.
         ModuleError: if the module cannot be made parallel; at a call, if it is elsewhere.
 
     Example:
@@ -78,6 +81,8 @@ class DataParallel(nn.DataParallel[ModuleT]):
         device_ids: DevicesSpec | None = None,
         output_device: Any = None,
         dim: int = 0,
+        *,
+        shares: str | Sequence[float] = "auto",
     ) -> None:
         if not isinstance(module, nn.Module):
             raise ModuleError(f"expected an nn.Module, not {type(module).__name__}")
@@ -85,6 +90,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
         self._place(devices("auto" if device_ids is None else device_ids))
         self.output_device = self._number(output_device)
         self.dim = dim
+        self._shares = shares
         self.module = module
         if not self.goes_in_parts:
             if STATE_NAME in vars(module):
@@ -126,7 +132,13 @@ class DataParallel(nn.DataParallel[ModuleT]):
 
     def _make_parallel(self) -> None:
         check_place(self.module, self._places[0])
-        parallelize(self.module, self._places, in_dims=self.dim, out_dims=self.dim)
+        parallelize(
+            self.module,
+            self._places,
+            shares=self._shares,
+            in_dims=self.dim,
+            out_dims=self.dim,
+        )
 
     # -------------------------------------------------------------- in parts
 
@@ -203,6 +215,6 @@ class DataParallel(nn.DataParallel[ModuleT]):
             self._place(devices(given or self.__dict__.get("device_ids") or "auto"))
         except DeviceError:  # saved on a machine that has others
             self._place(devices())
-            self.output_device = self.device_ids[0]
-        self.__dict__.setdefault("output_device", self.device_ids[0])
-        self.__dict__.setdefault("dim", 0)
+            rest |= {"output_device": self.device_ids[0], "_shares": "auto"}
+        defaults = {"output_device": self.device_ids[0], "dim": 0, "_shares": "auto"}
+        vars(self).update({name: rest.get(name, value) for name, value in defaults.items()})

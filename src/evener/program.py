@@ -23,6 +23,7 @@ from typing import Any
 
 from evener.devices import DevicesSpec, devices
 from evener.errors import ProgramError
+from evener.shares import weights_of
 from evener.standin import StandIn
 
 
@@ -31,18 +32,24 @@ class Program:
 
     Args:
         words: the path of a script or the name of a module, and the program's arguments.
-        is_module: whether it is the name of a module, as for ``python -m``.
         spec: the devices that DataParallel has, and whose numbers it is given.
+        shares: ``"auto"`` or ``"even"``, as in :func:`evener.parallelize`.
+        is_module: whether it is the name of a module, as for ``python -m``.
 
     Raises:
         ProgramError: if there is no such script.
+        SharesError: if ``shares`` is another word.
         DeviceError: if a device is not there.
     """
 
-    def __init__(self, words: Sequence[str], spec: DevicesSpec, *, is_module: bool) -> None:
+    def __init__(
+        self, words: Sequence[str], spec: DevicesSpec, shares: str = "auto", *, is_module: bool
+    ) -> None:
         self._name, self._arguments = words[0], list(words[1:])
         self._is_module = is_module
-        self._stand_in = StandIn(devices(spec))
+        places = devices(spec)
+        weights_of(shares, len(places))  # known before the program begins
+        self._stand_in = StandIn(places, shares)
         if not is_module and not Path(self._name).is_file():
             raise ProgramError(
                 f"there is no file {self._name!r}; expected the path of a Python script, or with "

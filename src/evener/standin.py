@@ -40,10 +40,12 @@ class StandIn:
 
     Args:
         places: the devices of this run.
+        shares: how batches are cut, as in :func:`evener.parallelize`.
     """
 
-    def __init__(self, places: list[Device]) -> None:
+    def __init__(self, places: list[Device], shares: str = "auto") -> None:
         self._places = places
+        self.shares = shares
         self._wrappers: list[_Wrapper] = []
         self._num_calls_in_parts: dict[str, int] = {}
 
@@ -164,7 +166,8 @@ def _class(stand_in: StandIn) -> type:
             output_device: Any = None,
             dim: int = 0,
         ) -> None:
-            super().__init__(module, stand_in.chosen(device_ids), output_device, dim)
+            places, shares = stand_in.chosen(device_ids), stand_in.shares
+            super().__init__(module, places, output_device, dim, shares=shares)
 
         def _make_parallel(self) -> None:
             super()._make_parallel()
