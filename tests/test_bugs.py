@@ -180,19 +180,6 @@ def test_forward_mode_and_function_transforms_are_refused(model: nn.Module) -> N
         torch.func.grad(lambda x: model(x).sum())(x)
 
 
-def test_compile_around_the_module_runs_it_in_parallel(model: nn.Module) -> None:
-    """Dynamo traced the messages to the helpers."""
-    x = torch.randn(6, 4, dtype=torch.float64)
-    expected = model(x)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        compiled = torch.compile(model, backend="eager")
-        outputs = compiled(x)
-
-    torch.testing.assert_close(outputs, expected)
-    torch.compiler.reset()
-
-
 def test_a_file_that_trains_when_imported_says_so(tmp_path: Path) -> None:
     """The helper imported it to have the class, and trained a second time."""
     (tmp_path / "trains.py").write_text(

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from evener.batches import Batch, Cut
-from evener.call import Call, Run
+from evener.call import Call
 from evener.devices import Device
 from evener.errors import HelperDiedError
 from evener.journal import BACKWARD, EXCHANGE, FORWARD, INFERENCE, Journal
 from evener.piece import Settings
+from evener.run import Run
 from evener.team import Team
 from evener.timing import Timing
 

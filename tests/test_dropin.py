@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import evener
 from evener import dropin, parallel_functions
 from evener.devices import Device, devices
-from evener.errors import DeviceError, ModuleError
+from evener.errors import DeviceError, ModuleError, SharesError
 
 
 class Net(nn.Module):
@@ -68,9 +68,8 @@ def test_it_has_the_names_of_torchs_and_is_one() -> None:
     assert evener.DataParallel(model, [torch.device("cpu:0")], -1, 1).dim == 1
     for name in ("__init__", "replicate", "scatter", "parallel_apply", "gather"):
         ours, theirs = (getattr(kind, name) for kind in (evener.DataParallel, nn.DataParallel))
-        assert list(inspect.signature(ours).parameters) == list(
-            inspect.signature(theirs).parameters
-        )
+        parameters = [name for name in inspect.signature(ours).parameters if name != "shares"]
+        assert parameters == list(inspect.signature(theirs).parameters)
     for name in parallel_functions.__all__:
         theirs = getattr(nn.parallel.scatter_gather, name, None) or getattr(nn.parallel, name)
         ours = getattr(parallel_functions, name)
@@ -86,6 +85,7 @@ def test_it_has_the_names_of_torchs_and_is_one() -> None:
         ((Net(), []), DeviceError, "names no device"),
         ((Net(), [0, 0]), DeviceError, "names cpu:0 twice"),
         ((Net(), [0], 99), DeviceError, "no device number 99"),
+        ((Net(), "cpu*2", None, 1.5), TypeError, "float"),
         ((Net(), ["cuda:7"]), DeviceError, "cuda"),
         ((Net().forward, [0]), ModuleError, "expected an nn.Module, not method"),
         ((Net().to("meta"), "cpu*2"), ModuleError, "but found one of them on device: meta"),
@@ -123,6 +123,7 @@ def test_a_call_is_that_of_one_device() -> None:
     torch.testing.assert_close(loss.mean(), plain(x, mode="mean"))
     loss.backward()
     assert net() == "no input"
+    assert torch.equal(torch.compile(net, backend="eager")(x), net(x))
     with torch.no_grad():
         assert not net(x).requires_grad
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -163,6 +164,19 @@ def test_copies_and_pickles_work_as_it_does() -> None:
     torch.testing.assert_close(loaded(x), loaded.module.linear(x))
     assert copy.copy(net).module is net.module
     evener.release(loaded.module)
+
+
+def test_even_shares_are_how_torch_cuts_a_batch() -> None:
+    net = evener.DataParallel(Net(), "cpu*2", shares="even")
+    other = copy.deepcopy(net)
+
+    for size in (5, 4, 3, 2):
+        net(torch.ones(size, 4))
+        assert evener.report(net).shares == ((size + 1) // 2, size // 2)
+    evener.release(net.module)
+    with pytest.raises(SharesError, match="3 numbers for 2 devices"):
+        evener.DataParallel(Net(), "cpu*2", shares=(1, 2, 3))
+    assert vars(other)["_shares"] == "even"
 
 
 def test_a_pickle_of_another_machine_gets_the_devices_of_this_one() -> None:

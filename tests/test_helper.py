@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from evener import messages
 from evener.arena import Arena, Region, lay_out, moved, put
-from evener.helper import INLINE_BYTES, Helper
-from evener.piece import Settings
+from evener.helper import Helper
+from evener.messages import INLINE_BYTES
+from evener.piece import Settings, current_flags
 from evener.replica import shared_tensors, to_bytes
 from evener.trees import flatten, structure_to_bytes
 from evener.watch import Update
@@ -89,6 +90,7 @@ class Scene:
                 target=messages.Span(target.offset, target.num_bytes),
                 inputs=[to_input],
                 keep_graph=keep,
+                flags=current_flags(),
             )
         )
         return answer, target

@@ -23,8 +23,8 @@ LEVELS: dict[int, str] = {
         "neighbour allocator topology devices arena pickling trees dims batches piece replica "
         "versions contents update watch"
     ),
-    2: "channel exchange exchange.host messages helper team mirror",
-    3: "outputs gradients call alone data_parallel",
+    2: "channel printing exchange exchange.host messages compiling helper team mirror",
+    3: "outputs gradients run call alone data_parallel",
     5: (
         "parallelize chart report parallel_functions.places parallel_functions.parts "
         "parallel_functions.replicas parallel_functions.threads parallel_functions dropin evener"

@@ -48,7 +48,12 @@ EXAMPLES: list[Any] = [
     ),
     messages.Write(piece=1, places=[None, PLACE]),
     messages.Backward(
-        piece=1, gradients=[PLACE, None], target=Span(0, 4096), inputs=[PLACE], keep_graph=True
+        piece=1,
+        gradients=[PLACE, None],
+        target=Span(0, 4096),
+        inputs=[PLACE],
+        keep_graph=True,
+        flags=Settings.current().flags,
     ),
     messages.Reduce(regions=[Span(0, 4096)], segment=[PLACE]),
     messages.Done(),

@@ -149,6 +149,17 @@ def test_a_parallel_module_is_replicated_as_the_plain_one() -> None:
     evener.release(own)
 
 
+def test_a_module_that_is_compiled_in_place_is_replicated_uncompiled() -> None:
+    model = nn.BatchNorm1d(2)
+    model.compile(backend="eager")
+
+    for replica in replicate(model, "cpu*2"):
+        replica.eval()
+        replica(torch.ones(3, 2))  # compiled, it would be the module itself, which trains
+
+    assert int(model.num_batches_tracked) == 0
+
+
 class Patched(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -12,7 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from evener.piece import Piece, Settings, run_backward, seed_of_piece, seeded
+from evener.piece import (
+    Piece,
+    Settings,
+    current_flags,
+    run_backward,
+    seed_of_piece,
+    seeded,
+    set_flags,
+)
 from evener.trees import flatten, unflatten
 
 # ------------------------------------------------------------------ settings
@@ -23,9 +31,7 @@ def settings_restored() -> Iterator[None]:
     """Set back what `applied` leaves in force."""
     before = Settings.current()
     yield
-    with before.applied():
-        pass
-    torch.use_deterministic_algorithms(before.deterministic[0], warn_only=before.deterministic[1])
+    set_flags(before.flags)
 
 
 def test_settings_of_a_program_that_set_nothing() -> None:
@@ -33,8 +39,7 @@ def test_settings_of_a_program_that_set_nothing() -> None:
 
     assert (settings.grad, settings.inference) == (True, False)
     assert settings.autocast == (False, torch.bfloat16, True)
-    assert settings.default_dtype == torch.float32
-    assert settings.deterministic == (False, False)
+    assert settings.flags[:3] == (torch.float32, "highest", (False, False))
 
 
 SETTINGS: list[Callable[[], Any]] = [
@@ -72,39 +77,36 @@ def test_settings_end_also_with_an_exception() -> None:
     assert Settings.current() == before
 
 
+FLAGS: dict[str, Callable[[], Any]] = {
+    "default dtype": lambda: torch.set_default_dtype(torch.float64),
+    "precision of matrix products": lambda: torch.set_float32_matmul_precision("medium"),
+    "deterministic": lambda: torch.use_deterministic_algorithms(True),
+    "deterministic, or a warning": lambda: torch.use_deterministic_algorithms(
+        True, warn_only=True
+    ),
+    "anomalies": lambda: torch.set_anomaly_enabled(True),
+    "anomalies without not-a-numbers": lambda: torch.set_anomaly_enabled(True, check_nan=False),
+    "no oneDNN": lambda: torch.backends.mkldnn.set_flags(False),
+    "deterministic oneDNN": lambda: torch.backends.mkldnn.set_flags(True, True),
+    "no flash attention": lambda: torch.backends.cuda.enable_flash_sdp(False),
+    "no memory-efficient attention": lambda: torch.backends.cuda.enable_mem_efficient_sdp(False),
+    "no plain attention": lambda: torch.backends.cuda.enable_math_sdp(False),
+    "checks of sparse tensors": torch.sparse.check_sparse_tensor_invariants.enable,
+}
+
+
 @pytest.mark.usefixtures("settings_restored")
-def test_the_default_dtype_is_followed() -> None:
-    settings = Settings.current()._replace(default_dtype=torch.float64)
+@pytest.mark.parametrize("flag", FLAGS)
+def test_flags_are_followed(flag: str) -> None:
+    before = current_flags()
+    FLAGS[flag]()
+    changed = current_flags()
+    assert changed != before
 
-    with settings.applied():
-        assert torch.zeros(1).dtype == torch.float64
-    with settings._replace(default_dtype=torch.float32).applied():
-        assert torch.zeros(1).dtype == torch.float32
-
-
-@pytest.mark.usefixtures("settings_restored")
-@pytest.mark.parametrize("now", [(False, False), (True, False), (True, True)])
-@pytest.mark.parametrize("then", [(False, False), (True, False), (True, True)])
-def test_deterministic_algorithms_are_followed(
-    now: tuple[bool, bool], then: tuple[bool, bool]
-) -> None:
-    torch.use_deterministic_algorithms(now[0], warn_only=now[1])
-
-    with Settings.current()._replace(deterministic=then).applied():
-        assert Settings.current().deterministic == then
-
-
-def test_the_precision_of_matrix_products_is_followed() -> None:
-    before = torch.get_float32_matmul_precision()
-    try:
-        torch.set_float32_matmul_precision("medium")
-        settings = Settings.current()
-        torch.set_float32_matmul_precision("highest")
-
-        with settings.applied():
-            assert torch.get_float32_matmul_precision() == "medium"
-    finally:
-        torch.set_float32_matmul_precision(before)
+    set_flags(before)
+    assert current_flags() == before
+    with Settings.current()._replace(flags=pickle.loads(pickle.dumps(changed))).applied():
+        assert current_flags() == changed
 
 
 # ------------------------------------------------------------------ seeds

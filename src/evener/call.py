@@ -13,7 +13,6 @@ of the devices, is raised: the helpers are then ready for the next call.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -26,51 +25,11 @@ from evener.batches import Batch, Cut
 from evener.errors import HelperDiedError
 from evener.gradients import InputGradient, SharedGradients, cut_gradients, own_gradients
 from evener.journal import BACKWARD, FORWARD, INFERENCE
-from evener.mirror import Mirror
 from evener.outputs import Outputs
-from evener.piece import Piece, Settings
-from evener.team import Team
+from evener.piece import Piece, Settings, current_flags
+from evener.run import Run
 from evener.timing import Timing
-from evener.trees import Structure, structure_from_bytes, structure_to_bytes
-
-
-class Run:
-    """What the calls of one module on one team have in common.
-
-    Args:
-        module: the user's module.
-        team: the team.
-
-    Attributes:
-        team: the team.
-        mirror: keeps the replicas equal to the module.
-        num_calls: how many there were; the pieces of a call have its number.
-        received: the structure of the outputs that each device sent last.
-        sent: the structure of the inputs that each device was sent last.
-        forwards: the timings of calls that have ended without a backward, the latest.
-    """
-
-    def __init__(self, module: nn.Module, team: Team) -> None:
-        self.team = team
-        self.mirror = Mirror(module, team)
-        self.num_calls = 0
-        self.received: dict[int, Structure] = {}
-        self.sent: dict[int, Structure] = {}
-        self.forwards: deque[Timing] = deque(maxlen=8)
-
-    def settle(self) -> None:
-        """Receive what an interrupted call has left unanswered."""
-        for device, answer in self.team.settle():
-            if isinstance(answer, messages.Outputs):
-                self.remember(device, answer)
-
-    def remember(self, device: int, answer: messages.Outputs) -> None:
-        """Keep the structure of a device's outputs, which is not sent again while it is the same.
-
-        Also from an answer that nobody waits for any more.
-        """
-        if answer.structure is not None:
-            self.received[device] = structure_from_bytes(answer.structure)
+from evener.trees import Structure, structure_to_bytes
 
 
 class Call:
@@ -245,6 +204,7 @@ class Call:
         ]
         num_bytes = self._run.mirror.layout_bytes
         shared = SharedGradients(team, cut.helpers, self._layout, num_bytes)
+        flags = current_flags()
         held = []  # regions that the helpers read until they answer
         for device in cut.helpers:
             parts = cut_gradients(gradients, forms, cut, device)
@@ -258,6 +218,7 @@ class Call:
                 target=messages.Span(target.offset, target.num_bytes),
                 inputs=[gradient.places[device] for gradient in inputs],
                 keep_graph=keep_graph,
+                flags=flags,
             )
             team.post(device, message)
         errors: list[BaseException] = []

@@ -17,6 +17,7 @@ import pickle
 import select
 import socket
 import struct
+import threading
 import time
 from typing import Any
 
@@ -50,6 +51,7 @@ class Channel:
         self._received = bytearray()
         self._chunk = memoryview(bytearray(_CHUNK_BYTES))
         self._send_timeout_s: float | None = None
+        self._sending = threading.RLock()  # a thread of the user's may print in a helper
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         if other_pidfd >= 0:
@@ -64,15 +66,16 @@ class Channel:
             TimeoutError: if it does not take the message within ``timeout_s``.
         """
         data = pickle.dumps(message, protocol=5)
-        self.broken = True  # if what follows is interrupted, the rest of the message is missing
-        try:
-            if timeout_s != self._send_timeout_s:
-                self._socket.settimeout(timeout_s)
-                self._send_timeout_s = timeout_s
-            self._socket.sendall(_LENGTH.pack(len(data)) + data)
-        except (BrokenPipeError, ConnectionResetError) as error:
-            raise ChannelClosedError from error
-        self.broken = False
+        with self._sending:
+            self.broken = True  # if what follows is interrupted, the rest of it is missing
+            try:
+                if timeout_s != self._send_timeout_s:
+                    self._socket.settimeout(timeout_s)
+                    self._send_timeout_s = timeout_s
+                self._socket.sendall(_LENGTH.pack(len(data)) + data)
+            except (BrokenPipeError, ConnectionResetError) as error:
+                raise ChannelClosedError from error
+            self.broken = False
 
     def receive(self, timeout_s: float) -> Any:
         """Wait for a message. May be interrupted and called again: what has come is kept.

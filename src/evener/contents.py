@@ -84,7 +84,7 @@ class Contents:
         rest: list[Any] = [value]
         while rest and len(seen) < MAX_PARTS:
             part = rest.pop()
-            if isinstance(part, _CLOSED) or id(part) in seen:
+            if isinstance(part, _CLOSED) or id(part) in seen or _compiles(part):
                 continue
             seen.add(id(part))
             if isinstance(part, Tensor):
@@ -134,6 +134,11 @@ def count_of_changes(tensor: Tensor) -> int:
 
 def _mark(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), count_of_changes(tensor)
+
+
+def _compiles(part: Any) -> bool:
+    """Whether it belongs to torch's compiler, which changes it as it compiles."""
+    return type(part).__module__.startswith("torch._dynamo")
 
 
 def _is_array(value: Any) -> bool:

@@ -33,12 +33,13 @@ from evener import allocator
 from evener.alone import run_alone
 from evener.balance import Balancer
 from evener.batches import Batch, Cut
-from evener.call import Call, Run
+from evener.call import Call
 from evener.devices import Device
 from evener.dims import Dims
 from evener.errors import EvenerError
 from evener.journal import Journal
 from evener.piece import Settings, check_transforms, own_saved_tensors, seed_of_piece, seeded
+from evener.run import Run
 from evener.shares import Choice, FixedShares
 from evener.team import Team
 from evener.timing import Timing
@@ -203,7 +204,7 @@ class DataWay:
                 f"{label} has no share of batches of {batch} samples in {what}: it would cost "
                 "more time than it saves. It is tried again now and then; evener.report(module) "
                 'shows the shares, and shares="even", or numbers such as (3, 1), fixes them',
-                stacklevel=6,  # the line that calls the module
+                stacklevel=7,  # the line that calls the module
             )
         return choice
 

@@ -117,9 +117,8 @@ class DataParallel(nn.DataParallel[ModuleT]):
         """
         if self.goes_in_parts:
             return self._forward_in_parts(inputs, kwargs)
-        is_in_helper = os.environ.get(HELPER_VARIABLE) == str(os.getpid())
-        if STATE_NAME not in vars(self.module) and not is_in_helper:  # a copy, or another module
-            self._make_parallel()
+        if STATE_NAME not in vars(self.module) and not _is_in_helper():
+            self._make_parallel()  # a copy, or another module was put into it
         return self.module(*inputs, **kwargs)
 
     @property
@@ -218,3 +217,7 @@ class DataParallel(nn.DataParallel[ModuleT]):
             rest |= {"output_device": self.device_ids[0], "_shares": "auto"}
         defaults = {"output_device": self.device_ids[0], "dim": 0, "_shares": "auto"}
         vars(self).update({name: rest.get(name, value) for name, value in defaults.items()})
+
+
+def _is_in_helper() -> bool:
+    return os.environ.get(HELPER_VARIABLE) == str(os.getpid())

@@ -20,7 +20,6 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -29,19 +28,18 @@ from torch import Tensor, nn
 
 from evener import messages
 from evener.arena import Arena, Place, Region, moved
-from evener.batches import TensorForm, is_joinable
+from evener.batches import is_joinable
 from evener.channel import Channel, ChannelClosedError
+from evener.compiling import Compiler
 from evener.exchange import host
-from evener.pickling import dumps
-from evener.piece import Piece, run_backward
-from evener.replica import from_bytes, private_buffers
+from evener.piece import Piece, run_backward, set_flags
+from evener.printing import redirect
+from evener.replica import complete_main, from_bytes, private_buffers
 from evener.trees import Structure, structure_from_bytes, structure_to_bytes
 from evener.watch import Watch
 
 #: Tells the code of the user's program that it runs in a helper, by the helper's process number.
 HELPER_VARIABLE = "EVENER_HELPER"
-#: Outputs up to this size travel in the message; it saves a round trip, which costs about as much.
-INLINE_BYTES = 1 << 16
 #: The main process may rest as long as it likes between two calls.
 _FOREVER_S = 1e9
 
@@ -59,6 +57,7 @@ class Helper:
         # The replica.
         self._module = nn.Module()
         self._modules: list[nn.Module] = []
+        self._compiler = Compiler()
         self._shared: list[Tensor] = []
         self._layout: list[Place] = []
         self._buffers: list[Tensor] = []
@@ -91,7 +90,7 @@ class Helper:
             reply = actions[type(message)](message)
         except BaseException as error:  # noqa: BLE001 - the main process raises it again
             self._pieces.pop(getattr(message, "piece", -1), None)
-            reply = _failure(error)
+            reply = messages.Failure.of(error)
         freed = [number for number, region in self._regions.items() if not region.in_use]
         for number in freed:
             del self._regions[number]
@@ -118,7 +117,9 @@ class Helper:
             tensor.requires_grad_(message.requires_grad[i])
         self._buffers = [self._whole.tensor(place) for place in message.buffers]
         self._module = from_bytes(message.module, self._shared)
+        complete_main(self._module)
         self._modules = list(self._module.modules())
+        self._compiler = Compiler()
         self._is_seeded = False
         # What is there now will stay: the garbage collector need not look at it again and again.
         gc.freeze()
@@ -147,7 +148,8 @@ class Helper:
             if not self._is_seeded:
                 _seed_others(message.seed)
                 self._is_seeded = True
-            structure = piece.forward(self._module.forward)
+            forward = self._compiler.forward(self._module, self._module.forward)
+            structure = piece.forward(forward)
         changed = None
         if watch is not None:
             watch.is_stale()
@@ -155,7 +157,7 @@ class Helper:
             own = private_buffers(self._module).values()
             for values, buffer in zip(self._buffers, own, strict=True):
                 values.copy_(buffer)
-        outputs = [_output(leaf) for leaf in piece.outputs]
+        outputs = [messages.outgoing(leaf) for leaf in piece.outputs]
         if grad or any(isinstance(o, messages.Output) and o.values is None for o in outputs):
             self._pieces[message.piece] = piece
         data = None if structure == self._sent_structure else structure_to_bytes(structure)
@@ -175,6 +177,7 @@ class Helper:
 
     def _backward(self, message: messages.Backward) -> messages.Gradients:
         piece = self._pieces[message.piece]
+        set_flags(message.flags)
         self._targets = moved(self._layout, message.target.offset)
         self._present = [False] * len(self._shared)
         self._others = {}
@@ -224,23 +227,6 @@ class Helper:
         return messages.Done()
 
 
-# ------------------------------------------------------------------ what travels
-
-
-def _output(leaf: Any) -> Any:
-    """An output as it travels."""
-    if not is_joinable(leaf):
-        return leaf.detach() if isinstance(leaf, Tensor) else leaf
-    form = TensorForm.of(leaf)
-    if leaf.nbytes > INLINE_BYTES:
-        return messages.Output(form, None)
-    values = bytearray(leaf.nbytes)
-    if values:
-        flat = torch.frombuffer(values, dtype=leaf.dtype)
-        flat.view(leaf.shape).copy_(leaf.detach())
-    return messages.Output(form, values)
-
-
 def _seed_others(seed: int) -> None:
     """Seed the generators that are not torch's; in a helper they are nobody else's.
 
@@ -251,17 +237,6 @@ def _seed_others(seed: int) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed % 2**32)
-
-
-def _failure(error: BaseException) -> messages.Failure:
-    summary = "".join(traceback.format_exception_only(error)).strip()
-    text = "".join(traceback.format_exception(error))
-    try:
-        data = dumps(error)
-        pickle.loads(data)  # noqa: S301 - some exceptions can be sent and not be put together
-    except Exception:  # noqa: BLE001 - whatever a user's exception does
-        data = None
-    return messages.Failure(data, summary, text)
 
 
 # ------------------------------------------------------------------ the process
@@ -288,10 +263,13 @@ def main(
     torch.set_num_threads(len(cores))
     helper = Helper(Arena(arena_fd))
     channel = Channel(socket.socket(fileno=channel_fd), pidfd, spin_s)
+    flush = redirect(channel, _FOREVER_S)
     channel.send(messages.Reply(messages.Done(), []), _FOREVER_S)
     while True:
         try:
-            channel.send(helper.answer(channel.receive(_FOREVER_S)), _FOREVER_S)
+            reply = helper.answer(channel.receive(_FOREVER_S))
+            flush()
+            channel.send(reply, _FOREVER_S)
         except ChannelClosedError:
             sys.stdout.flush()
             sys.stderr.flush()

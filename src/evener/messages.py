@@ -21,15 +21,22 @@ reply, a :class:`Failure` if the user's module raised::
 from __future__ import annotations
 
 import pickle
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from evener.arena import Place
-from evener.batches import TensorForm
+from evener.batches import TensorForm, is_joinable
 from evener.pickling import dumps
 from evener.piece import Settings
 from evener.update import Update
+
+#: Outputs up to this size travel in the message; it saves a round trip, which costs about as much.
+INLINE_BYTES = 1 << 16
 
 
 class Span(NamedTuple):
@@ -136,6 +143,7 @@ class Backward:
         target: the region for the gradients of the shared tensors, laid out as they are.
         inputs: where the gradients of the inputs that want one go.
         keep_graph: whether another backward may follow.
+        flags: those of the main process.
     """
 
     piece: int
@@ -143,6 +151,7 @@ class Backward:
     target: Span
     inputs: list[Place]
     keep_graph: bool
+    flags: tuple[Any, ...]
 
 
 @dataclass
@@ -203,6 +212,18 @@ class Failure:
     summary: str
     traceback: str
 
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """The failure that an exception is."""
+        summary = "".join(traceback.format_exception_only(error)).strip()
+        text = "".join(traceback.format_exception(error))
+        try:
+            data = dumps(error)
+            pickle.loads(data)  # noqa: S301 - some exceptions can be sent and not be put together
+        except Exception:  # noqa: BLE001 - whatever a user's exception does
+            data = None
+        return cls(data, summary, text)
+
 
 class Request(NamedTuple):
     """What the main process sends: a message, and pieces that are no longer needed."""
@@ -230,6 +251,20 @@ class Reply(NamedTuple):
 
 #: Kinds of leaves that pickle sends well; all others are left to cloudpickle.
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), Input, Output)
+
+
+def outgoing(leaf: Any) -> Any:
+    """An output as it travels."""
+    if not is_joinable(leaf):
+        return leaf.detach() if isinstance(leaf, Tensor) else leaf
+    form = TensorForm.of(leaf)
+    if leaf.nbytes > INLINE_BYTES:
+        return Output(form, None)
+    values = bytearray(leaf.nbytes)
+    if values:
+        flat = torch.frombuffer(values, dtype=leaf.dtype)
+        flat.view(leaf.shape).copy_(leaf.detach())
+    return Output(form, values)
 
 
 def picklable(leaves: Sequence[Any]) -> list[Any] | bytes:

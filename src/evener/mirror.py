@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from evener import messages
 from evener.arena import Place, Region, lay_out, moved
 from evener.errors import ModuleError
+from evener.pickling import COMPILE_NAME
 from evener.replica import adopt, give_back, private_buffers, shared_tensors, to_bytes
 from evener.team import Team
 from evener.update import Update
@@ -129,4 +130,4 @@ class Mirror:
         for device in helpers:
             team.post(device, load)
         team.collect(helpers)
-        self._watch = Watch(module, self.shared)
+        self._watch = Watch(module, self.shared, COMPILE_NAME)

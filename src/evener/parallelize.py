@@ -20,13 +20,14 @@ from torch import nn
 from torch.jit import ScriptModule
 
 from evener.balance import Balancer
+from evener.compiling import Compiler, surrounding
 from evener.data_parallel import DataWay, Policy
 from evener.devices import Device, DevicesSpec, devices
 from evener.dims import Dims
 from evener.errors import DeviceError, ModuleError
 from evener.helper import HELPER_VARIABLE
 from evener.journal import Journal
-from evener.pickling import STATE_NAME
+from evener.pickling import COMPILE_NAME, STATE_NAME
 from evener.shares import FixedShares, weights_of
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -46,6 +47,7 @@ class _State:
         self.journal = Journal(len(devices)) if way is None else way.journal
         #: A forward that the user had set on the instance.
         self.own_forward: Callable[..., Any] | None = None
+        self.compiler = Compiler()
         self.finalizer: weakref.finalize[Any, Any] | None = None
 
 
@@ -134,7 +136,7 @@ def parallelize(
     if way is not None:
         state.own_forward = vars(module).pop("forward", None)
         state.finalizer = weakref.finalize(module, way.stop)
-    setattr(module, STATE_NAME, state)
+    vars(module)[STATE_NAME] = state  # not by setattr: torch.compile's modules pass that on
     module.__class__ = _parallel_class(plain, is_plain_call=way is None)  # type: ignore[assignment]
     return module
 
@@ -158,10 +160,11 @@ def release(module: ModuleT) -> ModuleT:
         )
     if state.finalizer is not None:
         state.finalizer()  # runs once, now instead of at the end
-    delattr(module, STATE_NAME)
+    del vars(module)[STATE_NAME]
+    vars(module).pop(COMPILE_NAME, None)
     module.__class__ = state.plain
     if state.own_forward is not None:
-        module.forward = state.own_forward
+        vars(module)["forward"] = state.own_forward
     return module
 
 
@@ -183,20 +186,38 @@ def _check_drivable(found: Sequence[Device]) -> None:
         raise DeviceError(f"more than one device needs Linux, not {sys.platform}")
 
 
+def _call(
+    module: nn.Module,
+    parallel: type[nn.Module],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    is_compiled: bool = True,
+) -> Any:
+    """Call a parallel module of a made class."""
+    state: _State = vars(module)[STATE_NAME]
+    if type(module) is not parallel:  # a lazy module becomes another class in its first call
+        state.plain = type(module)
+        module.__class__ = _parallel_class(state.plain, is_plain_call=False)
+    own = state.own_forward or state.plain.forward.__get__(module)
+    assert state.way is not None  # noqa: S101 - see is_plain_call
+    if is_compiled:
+        context = surrounding()
+        if vars(module).get(COMPILE_NAME) is not context:
+            vars(module)[COMPILE_NAME] = context
+        own = state.compiler.forward(module, own)
+    return state.way.call(module, own, args, kwargs)
+
+
 def _parallel_class(plain: type[nn.Module], *, is_plain_call: bool) -> type[nn.Module]:
     """A subclass of a module's class whose forward goes through the module's devices."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        state: _State = vars(self)[STATE_NAME]
-        if type(self) is not parallel:  # a lazy module becomes another class in its first call
-            state.plain = type(self)
-            self.__class__ = _parallel_class(state.plain, is_plain_call=False)
-        own = state.own_forward or state.plain.forward.__get__(self)
-        assert state.way is not None  # noqa: S101 - see is_plain_call
-        call = state.way.call
         if torch.compiler.is_compiling():  # torch.compile around the module; not for our own code
-            call = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
-        return call(self, own, args, kwargs)
+            return torch.compiler.disable(_call)(self, parallel, args, kwargs)  # type: ignore[no-untyped-call]
+        if COMPILE_NAME in vars(self):
+            del vars(self)[COMPILE_NAME]
+        return _call(self, parallel, args, kwargs, is_compiled=False)
 
     def reduce_ex(self: nn.Module, protocol: Any) -> Any:
         """Pickle and copy as a plain module."""
@@ -205,11 +226,13 @@ def _parallel_class(plain: type[nn.Module], *, is_plain_call: bool) -> type[nn.M
         if isinstance(parts, str):
             return parts
         function, arguments, *rest = parts
+        function = plain if function is parallel else function
         arguments = tuple(plain if argument is parallel else argument for argument in arguments)
         if function is copyreg.__newobj__:  # type: ignore[attr-defined]
             function = plain.__new__  # the same, without pickle's check against the class
         if rest and isinstance(rest[0], dict):
-            kept = {name: value for name, value in rest[0].items() if name != STATE_NAME}
+            private = (STATE_NAME, COMPILE_NAME)
+            kept = {name: value for name, value in rest[0].items() if name not in private}
             if state.own_forward is not None:
                 kept["forward"] = state.own_forward
             rest[0] = kept

@@ -21,6 +21,8 @@ from torch.nn.utils.parametrize import is_parametrized
 
 #: Where a parallel module keeps what makes it parallel; never sent to a helper.
 STATE_NAME = "_evener"
+#: Where it keeps how its forward is compiled on each device (see ``compiling``); sent to helpers.
+COMPILE_NAME = "_evener_compile"
 
 
 def dumps(obj: Any, shared: Mapping[int, int] | None = None) -> bytes:

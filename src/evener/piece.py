@@ -24,6 +24,42 @@ from evener.batches import is_joinable
 from evener.errors import EvenerError
 from evener.trees import Structure, flatten, unflatten
 
+#: What holds for a whole process and changes what is computed, or which errors are found: how to
+#: ask for it, and how to set it.
+_FLAGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (
+        lambda: (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        lambda flag: torch.use_deterministic_algorithms(flag[0], warn_only=flag[1]),
+    ),
+    (
+        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        lambda flag: torch.set_anomaly_enabled(*flag),
+    ),
+    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+    (torch._C._get_mkldnn_deterministic, torch._C._set_mkldnn_deterministic),
+    (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
+    (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
+    (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
+    (torch._C._check_sparse_tensor_invariants, torch._C._set_check_sparse_tensor_invariants),
+)
+
+
+def current_flags() -> tuple[Any, ...]:
+    """The flags of this process."""
+    return tuple(get() for get, _ in _FLAGS)
+
+
+def set_flags(flags: tuple[Any, ...]) -> None:
+    """Make the flags of another process those of this one."""
+    for (get, put), flag in zip(_FLAGS, flags, strict=True):
+        if get() != flag:
+            put(flag)
+
 
 class Settings(NamedTuple):
     """The settings of the user's program that change what a module computes."""
@@ -31,9 +67,7 @@ class Settings(NamedTuple):
     grad: bool
     inference: bool
     autocast: tuple[bool, torch.dtype, bool]  # on, dtype, cache
-    default_dtype: torch.dtype
-    deterministic: tuple[bool, bool]  # on, only warn
-    matmul_precision: str
+    flags: tuple[Any, ...]
 
     @classmethod
     def current(cls) -> Settings:
@@ -46,24 +80,13 @@ class Settings(NamedTuple):
                 torch.get_autocast_dtype("cpu"),
                 torch.is_autocast_cache_enabled(),
             ),
-            torch.get_default_dtype(),
-            (
-                torch.are_deterministic_algorithms_enabled(),
-                torch.is_deterministic_algorithms_warn_only_enabled(),
-            ),
-            torch.get_float32_matmul_precision(),
+            current_flags(),
         )
 
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Put them in force in this process; grad and autocast end with the block."""
-        if torch.get_default_dtype() != self.default_dtype:
-            torch.set_default_dtype(self.default_dtype)
-        if torch.get_float32_matmul_precision() != self.matmul_precision:
-            torch.set_float32_matmul_precision(self.matmul_precision)
-        on, only_warn = self.deterministic
-        if Settings.current().deterministic != self.deterministic:
-            torch.use_deterministic_algorithms(on, warn_only=only_warn)
+        set_flags(self.flags)
         with ExitStack() as stack:
             if self.inference:
                 stack.enter_context(torch.inference_mode())

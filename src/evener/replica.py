@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import io
 import pickle
+import sys
 from collections.abc import Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -89,6 +91,20 @@ def to_bytes(obj: Any, shared: Sequence[Tensor], path: str = "") -> bytes:
 def from_bytes(data: bytes, shared: Sequence[Tensor]) -> Any:
     """The opposite of :func:`to_bytes`, with this process's shared tensors."""
     return _Unpickler(io.BytesIO(data), shared).load()
+
+
+def complete_main(module: nn.Module) -> None:
+    """Give this process's ``__main__`` the names that the functions of a replica's classes know.
+
+    cloudpickle gives functions of the user's ``__main__`` the names they use, and leaves those out
+    of the module itself; torch's compiler looks for them there.
+    """
+    main = vars(sys.modules["__main__"])
+    for kind in {kind for each in module.modules() for kind in type(each).__mro__}:
+        forward = vars(kind).get("forward")
+        if kind.__module__ == "__main__" and isinstance(forward, FunctionType):
+            for name, value in forward.__globals__.items():
+                main.setdefault(name, value)
 
 
 def _culprit(obj: Any, numbers: dict[int, int], path: str) -> tuple[str, Any]:

@@ -25,6 +25,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from evener import allocator, messages
@@ -33,6 +34,7 @@ from evener.channel import Channel, ChannelClosedError
 from evener.devices import Device
 from evener.errors import HelperDiedError, HelperRaisedError, HelperStartError, RemoteTraceback
 from evener.journal import Journal
+from evener.printing import Printed
 
 #: How long a wait looks before it sleeps. It bridges a user's optimizer step on a small model.
 SPIN_S = 0.002
@@ -134,8 +136,12 @@ class Team:
             HelperDiedError: if the helper ends, or does not answer in time. The team is stopped.
         """
         member = self._members[device - 1]
+        end = time.monotonic() + self._timeout_s
         try:
-            reply = member.channel.receive(self._timeout_s)
+            while isinstance(
+                reply := member.channel.receive(max(0.0, end - time.monotonic())), Printed
+            ):
+                reply.show()
         except (ChannelClosedError, TimeoutError) as error:
             self._lose(member, error)
         member.num_unanswered -= 1
@@ -248,6 +254,7 @@ class Team:
             return
         self.is_running = False
         for member in self._members:
+            _show_rest(member.channel)
             member.channel.close()
         end = time.monotonic() + STOP_TIMEOUT_S
         for member in self._members:
@@ -287,6 +294,15 @@ def _cause_of_death(process: subprocess.Popen[bytes], error: Exception, timeout_
         name = f"signal {-code}"
     hint = " (often the system's out-of-memory killer)" if -code == signal.SIGKILL else ""
     return f"was ended by {name}{hint}"
+
+
+def _show_rest(channel: Channel) -> None:
+    """Show what a helper has printed so far, for nobody will ask it any more."""
+    with suppress(ChannelClosedError, TimeoutError, OSError):
+        while True:
+            message = channel.receive(0)
+            if isinstance(message, Printed):
+                message.show()
 
 
 def _environment(device: Device) -> dict[str, str]:

@@ -39,15 +39,17 @@ class Watch:
     Args:
         module: the user's module.
         shared: its shared tensors.
+        unsent: an attribute that a copy of the module is made without. Default: none.
 
     Attributes:
         buffers: its private buffers, as they are since :meth:`is_stale` was last asked.
     """
 
-    def __init__(self, module: nn.Module, shared: Sequence[Tensor]) -> None:
+    def __init__(self, module: nn.Module, shared: Sequence[Tensor], unsent: str = "") -> None:
         self._shared = shared
-        self._modules = list(module.modules())
-        self._dicts = [vars(m) for m in self._modules]
+        # No module itself is held here: helpers end with the user's module.
+        self._dicts = [vars(m) for m in module.modules()]
+        self._norms = {number for number, m in enumerate(module.modules()) if _is_norm(m)}
         hooks = [d[name] for d in self._dicts for name in _HOOKS]
         # Half of all dictionaries, and empty as a rule: that torch counts new hooks is enough.
         self._no_hooks = [part for part in hooks if not part]
@@ -61,6 +63,8 @@ class Watch:
         # The objects are held, so that none of them can go and another take its identity.
         self._held = [dict(part) for part in self._parts]
         self._before = [dict(d) for d in self._dicts]
+        if self._before[0].pop(unsent, None) is not None:
+            self._touched.add(0)
         self._matrices = [tensor for tensor in shared if tensor.dim() > 1]  # others have no order
         self._shared_state = self._shared_now()
         self._requires_grad = [tensor.requires_grad for tensor in shared]
@@ -209,9 +213,9 @@ class Watch:
         layers are not read by any forward in training, so they wait until they are; of all others
         the small ones are sent at each call in training: to compare them would cost as much.
         """
-        training = any(d["training"] for d in self._dicts)
-        norms = {i for i, (number, _) in enumerate(self._names) if _is_norm(self._modules[number])}
-        self._waiting = {i for i in norms if self._dicts[self._names[i][0]]["training"]}
+        training = any(d.get("training") for d in self._dicts)
+        norms = {i for i, (number, _) in enumerate(self._names) if number in self._norms}
+        self._waiting = {i for i in norms if self._dicts[self._names[i][0]].get("training")}
         self._watched = [buffer for i, buffer in enumerate(self.buffers) if i not in self._waiting]
         # What was not compared so far is not known.
         for i in (*self._uncounted, *self._waiting):

@@ -13,9 +13,11 @@ from torch.nn.parameter import is_lazy
 from evener.devices import DevicesSpec
 from evener.errors import ModuleError
 from evener.parallel_functions.places import on_cpu, places_of, torch_devices
-from evener.pickling import STATE_NAME
+from evener.pickling import COMPILE_NAME, STATE_NAME
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+#: Where a module keeps what its own ``compile()`` made.
+COMPILED_NAME = "_compiled_call_impl"
 _torchs_replicate = torchs.replicate  # as it is now: `evener run` puts ours in its place
 
 
@@ -97,7 +99,8 @@ def _replica(network: ModuleT, *, is_first: bool, detach: bool) -> ModuleT:
 
 def _without_tensors(module: nn.Module) -> nn.Module:
     replica: nn.Module = module._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
-    state = vars(replica).pop(STATE_NAME, None)
+    # What torch.compile made in place is bound to the module itself.
+    state, *_ = (vars(replica).pop(n, None) for n in (STATE_NAME, COMPILE_NAME, COMPILED_NAME))
     if state is not None:
         replica.__class__ = state.plain
         if state.own_forward is not None:
