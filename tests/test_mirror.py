@@ -104,3 +104,33 @@ def test_a_module_that_cannot_be_sent_names_the_attribute(team: Team) -> None:
 
     with pytest.raises(ModuleError, match=r"^0\.generator cannot be sent to a helper: generator"):
         Mirror(module, team)
+
+
+def test_parameters_that_were_moved_are_moved_back_with_their_new_values(
+    team: Team, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = nn.Linear(3, 2)
+    mirror = Mirror(module, team)
+    place, layout = module.weight.data_ptr(), mirror.layout
+    monkeypatch.setattr(team, "post", lambda *_: pytest.fail("the helpers were told"))
+
+    module.weight.data = torch.full((2, 3), 5.0)
+    assert not mirror.refresh(module)
+
+    assert module.weight.data_ptr() == place
+    assert torch.equal(module.weight, torch.full((2, 3), 5.0))
+    assert mirror.layout is layout
+    mirror.dissolve()
+
+
+def test_parameters_of_another_dtype_are_sent_anew(team: Team) -> None:
+    module = nn.Linear(3, 2)
+    mirror = Mirror(module, team)
+    layout = mirror.layout
+
+    module.double()
+    mirror.refresh(module)
+
+    assert mirror.layout is not layout
+    assert mirror.layout[0].dtype == torch.float64
+    mirror.dissolve()

@@ -569,8 +569,6 @@ STRUCTURE_CHANGES: dict[str, Callable[[Outer], Any]] = {
         "offset", m.linear._parameters.pop("bias")
     ),
     "parameters tied": lambda m: setattr(m.inner.norm, "bias", m.linear.bias),
-    "data moved": lambda m: move(m.linear.weight, torch.clone),
-    "data of another dtype": lambda m: move(m.linear.weight, Tensor.double),
     "data transposed in its memory": lambda m: move(m.linear.weight, Tensor.t),
     "data cut in its memory": lambda m: move(m.linear.weight, lambda data: data[:2]),
     "whole module to another dtype": lambda m: m.double(),
@@ -606,6 +604,18 @@ def test_a_change_of_structure_needs_a_new_copy(
     assert follower.watch.is_stale()
     renewed = Watch(module, shared_tensors(module))
     assert not renewed.is_stale()
+    assert not renewed.has_moved()
+
+
+@pytest.mark.parametrize("to", [torch.clone, Tensor.double])
+def test_a_parameter_in_other_memory_is_noticed(
+    module: Outer, follower: Follower, to: Callable[[Tensor], Tensor]
+) -> None:
+    assert not follower.watch.has_moved()
+    move(module.linear.weight, to)
+
+    assert not follower.watch.is_stale()
+    assert follower.watch.has_moved()
 
 
 def test_a_hook_that_was_removed_needs_a_new_copy(module: Outer) -> None:

@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -183,12 +183,15 @@ class TensorForm:
         dtype: its dtype.
         differentiable: whether a gradient can flow back through it.
         dim: the dimension of the batch; None where there is none.
+        lengths: of a joined tensor how long each device's part is in dimension 1, where that
+            differs.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     differentiable: bool
     dim: int | None = 0
+    lengths: Mapping[int, int] | None = None
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorForm:
@@ -212,6 +215,7 @@ def check_outputs(
     shares: Sequence[int],
     labels: Sequence[str],
     dims: Sequence[int | None],
+    ragged: Collection[int] = (),
 ) -> None:
     """Check that the outputs of the devices can be joined.
 
@@ -220,6 +224,7 @@ def check_outputs(
         shares: the share of each.
         labels: the label of each, for messages.
         dims: for each leaf the dimension of the batch.
+        ragged: the leaves that may differ in dimension 1. Default: none.
 
     Raises:
         BatchError: if structures differ, a tensor does not have the device's share in it,
@@ -237,6 +242,8 @@ def check_outputs(
         for (_, own_leaves), share, label in zip(outputs, shares, labels, strict=True):
             leaf = own_leaves[i]
             if isinstance(first, TensorForm) and isinstance(leaf, TensorForm):
+                if i in ragged and len(leaf.shape) == len(first.shape):
+                    leaf = replace(leaf, shape=(leaf.shape[0], *first.shape[1:2], *leaf.shape[2:]))
                 _check_tensor(i, dims[i], (leaf, first), (share, label, labels[0]))
             elif not agree(leaf, first):
                 raise BatchError(

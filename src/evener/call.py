@@ -14,9 +14,10 @@ of the devices, is raised: the helpers are then ready for the next call.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from evener import messages
@@ -122,7 +123,8 @@ class Call:
             with _collected(errors), timing.own_piece():
                 answers[0] = self._run_own(settings)
         for device in cut.helpers:
-            answer = team.receive(device)
+            with labelled("evener: waiting"):
+                answer = team.receive(device)
             if isinstance(answer, messages.Failure):
                 errors.append(team.error_of(device, answer))
                 continue
@@ -229,7 +231,8 @@ class Call:
                 own = own_gradients(self._own, parts, self.trainable, keep_graph=keep_graph)
         answers: dict[int, messages.Gradients] = {}
         for device in cut.helpers:
-            answer = team.receive(device)
+            with labelled("evener: waiting"):
+                answer = team.receive(device)
             if isinstance(answer, messages.Failure):
                 errors.append(team.error_of(device, answer))
             else:
@@ -273,6 +276,13 @@ class Call:
                 "Trying to backward through the graph of a parallel module a second time; give "
                 "retain_graph=True to the first backward"
             )
+
+
+def labelled(name: str) -> AbstractContextManager[Any]:
+    """Show a part of the work in the user's profile, if there is one."""
+    if torch._C._autograd._profiler_enabled():
+        return torch.profiler.record_function(name)
+    return nullcontext()
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from evener import allocator
 from evener.alone import run_alone
 from evener.balance import Balancer
 from evener.batches import Batch, Cut
-from evener.call import Call
+from evener.call import Call, labelled
 from evener.devices import Device
 from evener.dims import Dims
 from evener.errors import EvenerError
@@ -162,7 +162,7 @@ class DataWay:
         with self._lock, self._on_own_cores():
             if self._run is not None and self._run.team.is_running:
                 self._run.settle()
-            with self._marked():
+            with self._marked(), labelled("evener: backward"):
                 found = call.backward(gradients, keep_graph=keep_graph)
             if call.timing.num_phases == 2:  # noqa: PLR2004 - a forward, and its first backward
                 self._learn(self._policies[0], call.timing)
@@ -286,7 +286,8 @@ class _Joined(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.way, ctx.call = way, call
         ctx.set_materialize_grads(False)
-        call.forward(settings)
+        with labelled("evener: forward"):
+            call.forward(settings)
         tensors, forms = call.outputs.tensors, call.outputs.forms
         call.outputs.tensors = []  # they are the user's now; to hold them would keep their memory
         pairs = zip(tensors, forms, strict=True)

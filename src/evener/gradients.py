@@ -35,12 +35,15 @@ def cut_gradients(
         device: whose part is wanted.
     """
     start, stop = cut.parts[device]
+
+    def of(gradient: Tensor, form: TensorForm) -> Tensor:
+        if form.is_mean:
+            return gradient * ((stop - start) / cut.size)
+        part = narrow(gradient, form.dim or 0, start, stop)
+        return part if form.lengths is None else part[:, : form.lengths[device]]
+
     return [
-        gradient
-        if gradient is None
-        else gradient * ((stop - start) / cut.size)
-        if form.is_mean
-        else narrow(gradient, form.dim or 0, start, stop)
+        None if gradient is None else of(gradient, form)
         for gradient, form in zip(gradients, forms, strict=True)
     ]
 

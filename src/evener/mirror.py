@@ -57,7 +57,7 @@ class Mirror:
         Returns:
             The update that every helper has to be told.
         """
-        if self._watch.is_stale():
+        if self._watch.is_stale() or (self._watch.has_moved() and not self._moved_back()):
             self._install(module)
         update = self._watch.update(everything=everything)
         if update.buffers:
@@ -88,6 +88,28 @@ class Mirror:
         give_back(self.shared)
         for region in self._regions:
             region.close()
+
+    def _moved_back(self) -> bool:
+        """Move shared tensors back that have got other memory: from the user, or another team.
+
+        The helpers need not be told, and open graphs stay what they are.
+
+        Returns:
+            False if one has another form.
+        """
+        region = self._regions[0]
+        pairs = list(zip(self.shared, moved(self.layout, region.offset), strict=True))
+        for tensor, place in pairs:
+            form = (tensor.device.type, tensor.dtype, tensor.shape, tensor.stride())
+            if form != ("cpu", place.dtype, place.shape, place.stride):
+                return False
+        with torch.inference_mode(mode=False), torch.no_grad():
+            for tensor, place in pairs:
+                there = region.tensor(place)
+                if there.data_ptr() != tensor.data_ptr():
+                    there.copy_(tensor.detach())
+                    tensor.data = there
+        return True
 
     def _install(self, module: nn.Module) -> None:
         team = self._team

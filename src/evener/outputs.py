@@ -24,7 +24,7 @@ from evener.batches import Cut, TensorForm, check_outputs, is_joinable
 from evener.dims import Dims
 from evener.errors import BatchError
 from evener.team import Team
-from evener.trees import Structure, unflatten
+from evener.trees import Structure, ragged, unflatten
 
 #: Stands for a joined tensor among the leaves.
 _JOINED = object()
@@ -72,20 +72,26 @@ class Outputs:
             [cut.share(device) for device in answers],
             [team.devices[device].label for device in answers],
             self._dims,
+            uneven := ragged(self._structure),
         )
         #: Tensors that are joined when the helpers have written their parts.
         self._later: list[tuple[int, Callable[[], Tensor]]] = []
         writes: dict[int, list[Place | None]] = {device: [] for device in cut.helpers}
         columns = zip(*(leaves for _, leaves in answers.values()), strict=True)
-        for dim, parts in zip(self._dims, columns, strict=True):
+        for i, (dim, parts) in enumerate(zip(self._dims, columns, strict=True)):
             if not isinstance(_form(parts[0]), TensorForm):
                 self._leaves.append(parts[0])
                 continue
             by_device = dict(zip(answers, parts, strict=True))
             join = self._join_without_batch if dim is None else partial(self._join, dim)
+            lengths = {d: _form(part).shape[1] for d, part in by_device.items() if i in uneven}
+            if len(set(lengths.values())) > 1:
+                join = partial(self._join_uneven, lengths)
             tensor, rows = join(by_device)
             flows = any(_form(part).differentiable for part in parts)
-            self.forms.append(TensorForm(tuple(tensor.shape), tensor.dtype, flows, dim))
+            self.forms.append(
+                TensorForm(tuple(tensor.shape), tensor.dtype, flows, dim, lengths or None)
+            )
             self.tensors.append(tensor)
             self._leaves.append(_JOINED)
             for device, places in writes.items():
@@ -112,6 +118,25 @@ class Outputs:
             if not _is_large(part):
                 start, stop = self._cut.parts[device]
                 tensor.narrow(dim, start, stop - start).copy_(_values(part))
+                del rows[device]
+        return tensor, rows
+
+    def _join_uneven(
+        self, lengths: dict[int, int], parts: dict[int, Any]
+    ) -> tuple[Tensor, dict[int, Place]]:
+        """Join one tensor whose parts differ in length too: what is missing is zero."""
+        first = _form(next(iter(parts.values())))
+        shape = (self._cut.size, max(lengths.values()), *first.shape[2:])
+        tensor, rows = joined_in_arena(self._team.arena, self._cut, shape, first.dtype)
+        tensor.zero_()
+        for device, part in parts.items():
+            if _is_large(part):
+                place, length = rows[device], lengths[device]
+                shape = (place.shape[0], length, *place.shape[2:])
+                rows[device] = place._replace(shape=shape)
+            else:
+                start, stop = self._cut.parts[device]
+                tensor[start:stop, : lengths[device]].copy_(_values(part))
                 del rows[device]
         return tensor, rows
 

@@ -2,7 +2,9 @@
 
 A tree is a flat list of leaves and a :class:`Structure`, which puts them together again and can be
 sent to another process. It is torch's own notion (``torch.utils._pytree``), with one addition: a
-dataclass that holds tensors is taken apart without having been registered.
+dataclass, or a dict of a class of its own, that holds tensors is taken apart without having been
+registered. A packed sequence is taken apart into what can be cut: the padded steps of each sample,
+(batch, steps, ...), and its length.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from torch.utils import _pytree as pytree
 
 from evener.errors import BatchError
@@ -25,9 +28,9 @@ class Structure:
     """What is left of a tree without its leaves.
 
     Attributes:
-        spec: torch's own, in which a dataclass is one leaf.
-        records: for each leaf of ``spec`` the form of the dataclass there, or None; empty where
-            there is no dataclass.
+        spec: torch's own, in which a record is one leaf.
+        records: for each leaf of ``spec`` the form of the record there, or None; empty where
+            there is no record.
     """
 
     spec: Any
@@ -40,7 +43,7 @@ class Structure:
 
 @dataclass(frozen=True)
 class Record:
-    """The form of a dataclass instance.
+    """The form of an instance of a dataclass, or of a subclass of dict.
 
     Attributes:
         kind: its class.
@@ -60,11 +63,15 @@ class Record:
         return f"{self.kind.__qualname__}({', '.join(self.names)}: {self.below})"
 
 
+_LEAVES = Structure(pytree.tree_flatten((0, 0))[1])
+
+
 def flatten(tree: Any) -> tuple[list[Any], Structure]:
     """Take a tree apart.
 
-    A dataclass instance that holds a tensor somewhere is taken apart as well, although torch takes
-    it for a leaf; one without a tensor stays a leaf, for it may be anything.
+    An instance of a dataclass, or of a subclass of dict, that holds a tensor somewhere is taken
+    apart as well, although torch takes it for a leaf; one without a tensor stays a leaf, for it
+    may be anything.
 
     Example:
         >>> leaves, structure = flatten({"a": 1, "b": (2, 3)})
@@ -73,15 +80,20 @@ def flatten(tree: Any) -> tuple[list[Any], Structure]:
         >>> unflatten(structure, [leaf * 10 for leaf in leaves])
         {'a': 10, 'b': (20, 30)}
     """
-    leaves, spec = pytree.tree_flatten(tree)
+    leaves, spec = pytree.tree_flatten(tree, is_leaf=_is_packed)
     if not any(_is_record(leaf) for leaf in leaves):
         return leaves, Structure(spec)
     flat: list[Any] = []
     records: list[Record | None] = []
     for leaf in leaves:
+        if _is_packed(leaf):
+            is_sorted = leaf.sorted_indices is None
+            records.append(Record(PackedSequence, (), (is_sorted,), _LEAVES, 2))
+            flat.extend(pad_packed_sequence(leaf, batch_first=True))
+            continue
         if _is_record(leaf):
             names = tuple(
-                {f.name: None for f in fields(leaf) if hasattr(leaf, f.name)}
+                {f.name: None for f in _fields(leaf) if hasattr(leaf, f.name)}
                 | dict.fromkeys(getattr(leaf, "__dict__", {}))
             )
             keys = tuple(leaf) if isinstance(leaf, dict) else ()
@@ -111,6 +123,13 @@ def unflatten(structure: Structure, leaves: Iterable[Any]) -> Any:
         if record is None:
             outer.append(next(rest))
             continue
+        if record.kind is PackedSequence:
+            outer.append(
+                pack_padded_sequence(
+                    next(rest), next(rest), batch_first=True, enforce_sorted=record.keys[0]
+                )
+            )
+            continue
         values, items = unflatten(record.below, [next(rest) for _ in range(record.num_leaves)])
         # Not through __init__: it may take other arguments, and __post_init__ has run already.
         kind: Any = record.kind
@@ -122,6 +141,19 @@ def unflatten(structure: Structure, leaves: Iterable[Any]) -> Any:
             setter.__setitem__(instance, key, item)
         outer.append(instance)
     return pytree.tree_unflatten(outer, structure.spec)
+
+
+def ragged(structure: Structure) -> set[int]:
+    """The numbers of the leaves whose dimension 1 may differ from part to part of a batch."""
+    numbers: set[int] = set()
+    place = 0
+    for record in structure.records:
+        if record is not None and record.kind is PackedSequence:
+            numbers.add(place)
+        elif record is not None:
+            numbers.update(place + number for number in ragged(record.below))
+        place += 1 if record is None else record.num_leaves
+    return numbers
 
 
 def spread(prefix: Any, structure: Structure) -> list[Any] | None:
@@ -139,7 +171,8 @@ def spread(prefix: Any, structure: Structure) -> list[Any] | None:
     if values is None or not structure.records:
         return values
     return [
-        value
+        # In a packed sequence the batch comes first, wherever it is in the tensors beside it.
+        0 if value is not None and record is not None and record.kind is PackedSequence else value
         for value, record in zip(values, structure.records, strict=True)
         for _ in range(1 if record is None else record.num_leaves)
     ]
@@ -218,5 +251,16 @@ def _kinds(plain: Any) -> Iterator[type]:
             yield from _kinds(record[3])
 
 
+def _is_packed(node: Any) -> bool:
+    return isinstance(node, PackedSequence)
+
+
 def _is_record(leaf: Any) -> bool:
-    return is_dataclass(leaf) and not isinstance(leaf, type)
+    if isinstance(leaf, PackedSequence):
+        return True
+    # Dicts of the known classes are no leaves; what is left are dicts of classes of their own.
+    return isinstance(leaf, dict) or (is_dataclass(leaf) and not isinstance(leaf, type))
+
+
+def _fields(leaf: Any) -> tuple[Any, ...]:
+    return fields(leaf) if is_dataclass(leaf) else ()

@@ -66,7 +66,8 @@ class Watch:
         if self._before[0].pop(unsent, None) is not None:
             self._touched.add(0)
         self._matrices = [tensor for tensor in shared if tensor.dim() > 1]  # others have no order
-        self._shared_state = self._shared_now()
+        self._pointers = list(map(Tensor.data_ptr, shared))
+        self._shared_forms = self._forms_now()
         self._requires_grad = [tensor.requires_grad for tensor in shared]
         # How the buffers are followed; see _sort_buffers.
         self.buffers: list[Tensor] = []
@@ -81,7 +82,7 @@ class Watch:
         self._find_contents()
 
     def is_stale(self) -> bool:
-        """Whether a new copy is needed: structure, a shared tensor's memory or a buffer's form."""
+        """Whether a new copy is needed: structure, a shared tensor's or a buffer's form."""
         self._look()
         if self._num_hooks != RemovableHandle.next_id:
             if any(self._no_hooks):
@@ -99,7 +100,11 @@ class Watch:
                 self._list_buffers()
             elif _differ(self._parts[number - first], self._held[number - first]):
                 return True
-        return self._shared_now() != self._shared_state or not self._buffers_have_their_form()
+        return self._forms_now() != self._shared_forms or not self._buffers_have_their_form()
+
+    def has_moved(self) -> bool:
+        """Whether a shared tensor has got other memory."""
+        return list(map(Tensor.data_ptr, self._shared)) != self._pointers
 
     def update(self, *, everything: bool = False) -> Update:
         """What changed since this or :meth:`accept` was last called; false where nothing did.
@@ -181,13 +186,8 @@ class Watch:
 
     # -------------------------------------------------------------- tensors
 
-    def _shared_now(self) -> tuple[list[Any], ...]:
-        shared = self._shared
-        return (
-            list(map(Tensor.data_ptr, shared)),
-            list(map(Tensor.numel, shared)),
-            list(map(Tensor.stride, self._matrices)),
-        )
+    def _forms_now(self) -> tuple[list[Any], ...]:
+        return list(map(Tensor.numel, self._shared)), list(map(Tensor.stride, self._matrices))
 
     def _list_buffers(self) -> None:
         """Find the buffers anew; the values of new objects were not sent yet."""
