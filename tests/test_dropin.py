@@ -123,7 +123,8 @@ def test_a_call_is_that_of_one_device() -> None:
     torch.testing.assert_close(loss.mean(), plain(x, mode="mean"))
     loss.backward()
     assert net() == "no input"
-    assert torch.equal(torch.compile(net, backend="eager")(x), net(x))
+    y = x.detach()
+    torch.testing.assert_close(torch.compile(net, backend="eager")(y), plain(y))
     with torch.no_grad():
         assert not net(x).requires_grad
     with torch.autocast("cpu", dtype=torch.bfloat16):

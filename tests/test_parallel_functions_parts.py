@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.utils.rnn import pack_sequence
+from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
 from evener.errors import BatchError, DeviceError
 from evener.parallel_functions import gather, parts, scatter, scatter_kwargs
@@ -126,7 +126,6 @@ def test_gradients_flow_back_through_parts_and_through_what_is_joined() -> None:
         ((torch.ones(5, 2), torch.ones(1, 2)), 0, r"shape \(5, 2\) gives 2 parts .* \(1, 2\) gi"),
         (torch.ones(5), 1, r"shape \(5,\) cannot be cut along dimension 1; expected -1 to 0"),
         (torch.eye(2).to_sparse(), 0, r"layout torch.sparse_coo cannot be cut"),
-        ([pack_sequence([torch.ones(2, 1)])], 0, r"packed sequence.*pack inside the module"),
     ],
 )
 def test_what_cannot_be_cut_is_an_error(inputs: Any, dim: int, message: str) -> None:
@@ -198,6 +197,24 @@ def test_nests_of_all_kinds_are_joined() -> None:
     assert found["number"] == 3
     assert torch.equal(found["ints"], x.long())
     assert torch.equal(found["complex"], x * 1j)
+
+
+@pytest.mark.parametrize("lengths", [(5, 3, 3), (2, 4, 1), (1,)])
+def test_packed_sequences_are_cut_and_joined_by_sequences(lengths: tuple[int, ...]) -> None:
+    is_sorted = list(lengths) == sorted(lengths, reverse=True)
+    each = [torch.randn(length, 2, requires_grad=True) for length in lengths]
+    whole = pack_sequence(each, enforce_sorted=is_sorted)
+
+    found = scatter((whole, torch.ones(4, len(lengths))), "cpu*2", 1)
+    joined = gather([packed for packed, _ in found])
+
+    sizes = [len(unpack_sequence(packed)) for packed, _ in found]
+    assert sizes == ([2, 1] if len(lengths) == 3 else [1])
+    assert [rest.shape for _, rest in found] == [(4, size) for size in sizes]
+    for one, other in zip(unpack_sequence(joined), each, strict=True):
+        assert torch.equal(one, other)
+    joined.data.sum().backward()
+    assert all(torch.equal(one.grad, torch.ones_like(one)) for one in each)
 
 
 def test_dicts_are_joined_by_their_keys_not_by_their_order() -> None:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.parallel as torchs
 from torch import Tensor
 from torch.nn.parallel.scatter_gather import scatter_kwargs as _torchs_scatter_kwargs
-from torch.nn.utils.rnn import PackedSequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from evener.batches import agree, narrow
 from evener.devices import DevicesSpec
@@ -36,9 +36,10 @@ def scatter(inputs: Any, target_gpus: DevicesSpec, dim: int = 0) -> Sequence[Any
     """Cut the tensors in nested inputs into one near-equal part for each device.
 
     Args:
-        inputs: a tensor, or tuples, lists, dicts, named tuples and dataclasses with tensors.
+        inputs: a tensor, or tuples, lists, dicts, named tuples and dataclasses with tensors or
+            packed sequences.
         target_gpus: the devices, as in :func:`evener.devices`; one may be given twice.
-        dim: the dimension that is cut.
+        dim: the dimension that is cut. In a packed sequence it is that of the sequences.
 
     Returns:
         One part for each device, but no more than there are samples (at least one). A tuple for a
@@ -61,10 +62,10 @@ def scatter(inputs: Any, target_gpus: DevicesSpec, dim: int = 0) -> Sequence[Any
         return cast("Sequence[Any]", _torchs_scatter(inputs, torch_devices(places), dim))
     counts: dict[int, tuple[int, ...]] = {}
     for leaf in leaves_of(inputs):
-        _check_cuttable(leaf, dim)
-        if isinstance(leaf, Tensor) and leaf.dim():
-            shape = tuple(leaf.shape)
-            counts.setdefault(max(1, min(shape[dim], len(places))), shape)
+        shape = _shape(leaf, dim)
+        if shape is not None:
+            size = shape[0] if isinstance(leaf, PackedSequence) else shape[dim]
+            counts.setdefault(max(1, min(size, len(places))), shape)
     if len(counts) > 1:
         (one, shape), (other, other_shape) = list(counts.items())[:2]
         raise BatchError(
@@ -76,11 +77,16 @@ def scatter(inputs: Any, target_gpus: DevicesSpec, dim: int = 0) -> Sequence[Any
 
     def part(i: int) -> Any:
         def cut(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or not leaf.dim():
-                return leaf
-            shares = share_out(leaf.shape[dim], [1] * num_parts)
+            if isinstance(leaf, PackedSequence):
+                padded, lengths = pad_packed_sequence(leaf, batch_first=True)
+                return _packed(cut_along(padded, 0), cut_along(lengths, 0))
+            is_cut = isinstance(leaf, Tensor) and leaf.dim()
+            return cut_along(leaf, dim).to("cpu") if is_cut else leaf
+
+        def cut_along(tensor: Tensor, dim: int) -> Tensor:
+            shares = share_out(tensor.shape[dim], [1] * num_parts)
             start = sum(shares[:i])
-            return narrow(leaf, dim, start, start + shares[i]).to("cpu")
+            return narrow(tensor, dim, start, start + shares[i])
 
         return _mapped(cut, inputs)
 
@@ -114,29 +120,34 @@ def scatter_kwargs(
     return tuple(part[0] for part in parts), tuple(part[1] for part in parts)
 
 
-def _check_cuttable(leaf: Any, dim: int) -> None:
+def _shape(leaf: Any, dim: int) -> tuple[int, ...] | None:
+    """The shape of what is cut; None for what is not."""
     if isinstance(leaf, PackedSequence):
-        raise BatchError(
-            "a packed sequence cannot be cut; give the padded tensor and its lengths, and pack "
-            "inside the module"
-        )
+        return (int(leaf.batch_sizes[0]),)
     if not isinstance(leaf, Tensor) or not leaf.dim():
-        return
+        return None
+    shape = tuple(leaf.shape)
     if leaf.layout != torch.strided:
         raise BatchError(f"a tensor of layout {leaf.layout} cannot be cut; give a dense one")
     if not -leaf.dim() <= dim < leaf.dim():
         raise BatchError(
-            f"a tensor of shape {tuple(leaf.shape)} cannot be cut along dimension {dim}; expected "
+            f"a tensor of shape {shape} cannot be cut along dimension {dim}; expected "
             f"{-leaf.dim()} to {leaf.dim() - 1}"
         )
+    return shape
+
+
+def _packed(padded: Tensor, lengths: Tensor) -> PackedSequence:
+    is_sorted = bool((lengths[:-1] >= lengths[1:]).all())
+    return pack_padded_sequence(padded, lengths, batch_first=True, enforce_sorted=is_sorted)
 
 
 def gather(outputs: Sequence[Any], target_device: Any = None, dim: int = 0) -> Any:
     """Join what the replicas returned.
 
     Args:
-        outputs: what each returned, nested alike: tensors, None, strings and numbers, and tuples,
-            lists, dicts, named tuples and dataclasses of them.
+        outputs: what each returned, nested alike: tensors, packed sequences, None, strings and
+            numbers, and tuples, lists, dicts, named tuples and dataclasses of them.
         target_device: where outputs on accelerators go. CPU tensors stay.
         dim: the dimension along which tensors are concatenated.
 
@@ -166,6 +177,11 @@ def _joined(values: Sequence[Any], dim: int, where: str) -> Any:
     first = values[0]
     if all(isinstance(value, Tensor) for value in values):
         return _joined_tensors(values, dim, where)
+    if all(isinstance(value, PackedSequence) for value in values):
+        length = max(len(value.batch_sizes) for value in values)
+        each = [pad_packed_sequence(v, batch_first=True, total_length=length) for v in values]
+        padded, lengths = ([one[i] for one in each] for i in (0, 1))
+        return _packed(_joined_tensors(padded, 0, where), torch.cat(lengths))
     opened = [_opened(value) for value in values]
     if opened[0] is None:
         for i, value in enumerate(values):
