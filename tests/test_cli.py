@@ -152,6 +152,15 @@ def test_missing_matplotlib_is_known_before_the_training(call, tmp_path, monkeyp
     assert result.stdout == ""
 
 
+# ------------------------------------------------------------------ run
+
+
+def test_a_program_that_is_not_there_is_one_line(call):
+    assert "there is no file 'nowhere.py'" in one_line(call("run", "nowhere.py", "--lr", "1"))
+    assert "cpu:99" in one_line(call("run", "--devices", "cpu:99", "-m", "this"))
+    assert "SCRIPT" in one_line(call("run"))
+
+
 # ------------------------------------------------------------------ devices, help
 
 

@@ -1,41 +1,97 @@
-"""The examples run, and the one with evener differs from the plain one by the promised lines."""
+"""The examples run, and the ones with evener differ from the plain ones by the promised lines."""
 
 from __future__ import annotations
 
 import difflib
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+
+import evener
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-SCRIPTS = sorted(path.relative_to(EXAMPLES) for path in EXAMPLES.glob("*/train_*.py"))
+RANDOM = EXAMPLES / "random_dataset"
+needs_two_cpu_devices = pytest.mark.skipif(
+    len(evener.devices("cpu")) < 2 or torch.accelerator.is_available(),  # which come first
+    reason="the output is that of two CPU devices",
+)
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=str)
-def test_an_example_runs(script: Path, tmp_path: Path) -> None:
-    result = subprocess.run(
-        [sys.executable, EXAMPLES / script],
-        cwd=tmp_path,
+def run(folder: Path, *words: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(Path(evener.__file__).parents[1])},
         capture_output=True,
         text=True,
         timeout=110,
         check=False,
     )
 
+
+@pytest.mark.parametrize("name", ["train_torch.py", "train_evener.py"])
+def test_fashion_mnist_runs(name: str, tmp_path: Path) -> None:
+    result = run(tmp_path, EXAMPLES / "fashion_mnist" / name)
+
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("loss") == 2
 
 
-def test_the_difference_is_one_import_and_one_line() -> None:
-    folder = EXAMPLES / "fashion_mnist"
-    plain, ours = ((folder / name).read_text() for name in ("train_torch.py", "train_evener.py"))
-    lines = difflib.ndiff(plain.splitlines()[1:], ours.splitlines()[1:])
-    changed = [line for line in lines if line[0] in "+-"]
+@needs_two_cpu_devices
+@pytest.mark.parametrize(
+    ("words", "number", "err"),
+    [
+        ([RANDOM / "train_torch.py"], 0, ""),
+        ([RANDOM / "train_evener.py"], 1, ""),
+        (
+            ["-m", "evener.cli", "run", "--shares", "even", RANDOM / "train_torch.py"],
+            1,
+            "evener: DataParallel of Model",
+        ),
+    ],
+)
+def test_random_dataset_prints_what_its_readme_says(
+    words: list[Any], number: int, err: str, tmp_path: Path
+) -> None:
+    blocks = re.findall(r"```\n( +In Model.*?)```", (RANDOM / "README.md").read_text(), re.DOTALL)
+    result = run(tmp_path, *words)
 
-    assert changed == [
-        "+ import evener",
-        "- model = ResNet18(width=16)",
-        "+ model = evener.parallelize(ResNet18(width=16))",
-    ]
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == blocks[number]
+    assert (result.stderr.splitlines() or [""])[0] == err
+    assert list(torch.load(tmp_path / "model.pt")) == ["fc.weight", "fc.bias"]
+
+
+@pytest.mark.parametrize(
+    ("folder", "expected"),
+    [
+        (
+            "fashion_mnist",
+            [
+                "+ import evener",
+                "- model = ResNet18(width=16)",
+                "+ model = evener.parallelize(ResNet18(width=16))",
+            ],
+        ),
+        (
+            "random_dataset",
+            [
+                "+ import evener",
+                "- net = nn.DataParallel(Model(5, 2), device_ids=[0, 1])",
+                '+ net = evener.DataParallel(Model(5, 2), device_ids=[0, 1], shares="even")',
+            ],
+        ),
+    ],
+)
+def test_the_difference_is_one_import_and_one_line(folder: str, expected: list[str]) -> None:
+    names = ("train_torch.py", "train_evener.py")
+    plain, ours = ((EXAMPLES / folder / name).read_text() for name in names)
+    lines = difflib.ndiff(plain.splitlines()[1:], ours.splitlines()[1:])
+
+    assert [line for line in lines if line[0] in "+-" and line[2:].strip()] == expected

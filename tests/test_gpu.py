@@ -45,3 +45,27 @@ def test_cpu_devices_work_beside_an_accelerator() -> None:
 
     torch.testing.assert_close(model(x), expected)
     evener.release(model)
+
+
+def test_data_parallel_on_one_accelerator_takes_inputs_from_the_cpu() -> None:
+    plain = nn.Linear(4, 3)
+    x = torch.randn(5, 4)
+    expected = plain(x)
+
+    net = evener.DataParallel(plain, [0])
+
+    torch.testing.assert_close(net(x).cpu(), expected)
+    assert net.src_device_obj == torch.device(evener.devices()[0].label)
+
+
+def test_data_parallel_on_two_accelerators_is_torchs() -> None:
+    if torch.accelerator.device_count() < 2:
+        pytest.skip("needs two accelerators")
+    device = torch.device(evener.devices()[0].label)
+    plain = nn.Linear(4, 3).to(device)
+    x = torch.randn(5, 4, device=device)
+    expected = plain(x)
+
+    found = evener.DataParallel(plain, [0, 1])(x)
+
+    torch.testing.assert_close(found, expected)

@@ -26,12 +26,15 @@ LEVELS: dict[int, str] = {
     2: "channel printing exchange exchange.host messages compiling helper team mirror",
     3: "outputs gradients run call alone data_parallel",
     5: (
-        "parallelize chart report gluon.initializer gluon.split gluon.situation gluon.pending "
-        "gluon.round gluon.explicit gluon.network gluon.parameter gluon.trainer gluon evener"
+        "parallelize chart report parallel_functions.places parallel_functions.parts "
+        "parallel_functions.replicas parallel_functions.threads parallel_functions dropin "
+        "gluon.initializer gluon.split gluon.situation gluon.pending gluon.round gluon.explicit "
+        "gluon.network gluon.parameter gluon.trainer gluon evener"
     ),
     6: (
         "textbook textbook.resnet textbook.download textbook.fashion_mnist textbook.record "
-        "textbook.comparison textbook.main_job textbook.bench textbook.progress cli"
+        "textbook.comparison textbook.main_job textbook.bench textbook.progress "
+        "standin program cli"
     ),
 }
 ORDER = [(level, name) for level, names in LEVELS.items() for name in names.split()]

@@ -2,11 +2,13 @@
 
 from evener import gluon
 from evener.devices import Device, devices
+from evener.dropin import DataParallel
 from evener.errors import EvenerError
 from evener.parallelize import parallelize, release
 from evener.report import Report, report
 
 __all__ = [
+    "DataParallel",
     "Device",
     "EvenerError",
     "Report",

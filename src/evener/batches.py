@@ -248,7 +248,7 @@ def check_outputs(
                 if i in ragged and len(leaf.shape) == len(first.shape):
                     leaf = replace(leaf, shape=(leaf.shape[0], *first.shape[1:2], *leaf.shape[2:]))
                 _check_tensor(i, dims[i], (leaf, first), (share, label, labels[0]))
-            elif not _agree(leaf, first):
+            elif not agree(leaf, first):
                 raise BatchError(
                     f"output {i} differs among the devices: {first!r} on {labels[0]}, {leaf!r} on "
                     f"{label}; return it as a tensor with the batch in its first dimension"
@@ -284,7 +284,8 @@ def _check_tensor(
         )
 
 
-def _agree(one: Any, other: Any) -> bool:
+def agree(one: Any, other: Any) -> bool:
+    """Whether two devices mean the same value."""
     if one is other:
         return True
     if type(one) is not type(other):

@@ -1,10 +1,11 @@
-"""The command line: ``evener train``, ``evener bench`` and ``evener devices``.
+"""The command line: ``evener train``, ``evener run``, ``evener bench`` and ``evener devices``.
 
 It reads options, shows progress and results, and decides nothing else. What a command needs is
 imported inside of it, so that ``evener --help`` does not wait for it.
 
 Exit codes: 0; 2 for an option or a machine that will not do, with one line on stderr that says
-why; 130 after Ctrl-C. A traceback means a fault in evener, or in PyTorch.
+why; 130 after Ctrl-C. A traceback means a fault in evener, or in PyTorch. ``evener run`` ends as
+the program ends that it runs.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ class OneLineGroup(TyperGroup):
         extra["standalone_mode"] = False
         try:
             code = super().main(*args, **extra)
+            if callable(code):  # a program, to be run outside of what reads the command line
+                code = code()
         except (EvenerError, _UsageError) as error:
             message = error.format_message() if hasattr(error, "format_message") else str(error)
             typer.echo(f"evener: {message}", err=True)
@@ -212,6 +215,29 @@ def compare_speeds(
     console.print(bench.table(result))
     for note in bench.notes(result):
         console.print(note, soft_wrap=True)
+
+
+@app.command(name="run", context_settings={"allow_interspersed_args": False})
+def run_program(
+    *,
+    program: Annotated[
+        list[str],
+        typer.Argument(help="A script or with -m a module, and its arguments.", metavar="SCRIPT"),
+    ],
+    devices: Annotated[
+        str, typer.Option(help='Those of DataParallel: "auto", "cpu:0,cpu:1", "cpu*4" ...')
+    ] = "auto",
+    shares: Annotated[
+        str, typer.Option(help="auto: by the devices' speed; even: as torch cuts batches.")
+    ] = "auto",
+    module: Annotated[
+        bool, typer.Option("-m", help="SCRIPT is the name of a module, as for python -m.")
+    ] = False,
+) -> Any:
+    """Run a program that uses torch.nn.DataParallel, with evener's in its place."""
+    from evener.program import Program  # noqa: PLC0415
+
+    return Program(program, devices, shares, is_module=module)
 
 
 @app.command(name="devices")

@@ -7,6 +7,7 @@ Every one says what was given, what was expected and the way out::
      ├── SharesError (ValueError)           shares that cannot be cut by
      ├── BatchError (ValueError)            inputs or outputs that cannot be cut or joined
      ├── ModuleError (ValueError)           a module that cannot be made parallel, or already is
+     ├── ProgramError (ValueError)          a program that `evener run` cannot find
      ├── ArenaError (MemoryError)           no room for the shared memory of a team
      ├── NotOnDeviceError (RuntimeError)    a parameter that was never on the device
      ├── StaleGradientError (RuntimeError)  gradients of a step that are missing, or too old
@@ -38,6 +39,10 @@ class BatchError(EvenerError, ValueError):
 
 class ModuleError(EvenerError, ValueError):
     """A module that cannot be made parallel, is parallel already, or is not."""
+
+
+class ProgramError(EvenerError, ValueError):
+    """A program that cannot be run because there is none."""
 
 
 class ArenaError(EvenerError, MemoryError):

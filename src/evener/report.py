@@ -76,9 +76,7 @@ class DeviceReport:
 
 
 class Report:
-    """What the devices of a parallel module did, up to when it was made.
-
-    ``str(report)`` is a table for a terminal.
+    """What the devices of a parallel module did, up to when it was made; ``str`` is a table.
 
     Args:
         devices: the devices, in the order of the journal.
@@ -253,11 +251,10 @@ class Report:
 def report(module: nn.Module) -> Report:
     """Report what the devices of a parallel module did, up to now.
 
-    It may be asked for at any time, and takes a millisecond with 2 devices, 5 with 16. With one
-    device the call is the plain call, of which nothing is recorded.
+    It may be asked for at any time; it takes milliseconds. Of one device nothing is recorded.
 
     Args:
-        module: a module that :func:`evener.parallelize` returned.
+        module: a module that :func:`evener.parallelize` returned, or a DataParallel around one.
 
     Returns:
         The report; ``print`` shows a table.
@@ -266,7 +263,9 @@ def report(module: nn.Module) -> Report:
         ModuleError: if the module is not parallel.
     """
     module = getattr(module, "_orig_mod", module)  # torch.compile around it
-    state = getattr(module, "__dict__", {}).get(STATE_NAME)
+    around = (module, getattr(module, "module", None))
+    states = (getattr(one, "__dict__", {}).get(STATE_NAME) for one in around)
+    state = next(filter(None, states), None)
     if state is None:
         raise ModuleError(
             f"this {type(module).__name__} is not parallel: there is nothing to report; "
