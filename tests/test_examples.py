@@ -43,6 +43,24 @@ def test_fashion_mnist_runs(name: str, tmp_path: Path) -> None:
     assert result.stdout.count("loss") == 2
 
 
+def test_the_chapter_in_the_explicit_style_runs_in_its_own_order(tmp_path: Path) -> None:
+    result = run(tmp_path, EXAMPLES / "gluon_resnet" / "train_gluon.py", "--limit", "300")
+
+    assert result.returncode == 0, result.stderr
+    assert "'stem.0.weight' was not initialized on cpu:2, only on cpu:0, cpu:1" in result.stdout
+    *_, one, two = result.stdout.splitlines()
+    for num_devices, line in ((1, one), (2, two)):
+        shown = rf"{num_devices} device\(s\), epoch 1: [\d.]+ s, loss 2\.\d+, test accuracy 0\.\d+"
+        assert re.fullmatch(shown, line)
+
+
+def test_the_chapter_in_plain_torch_runs(tmp_path: Path) -> None:
+    result = run(tmp_path, EXAMPLES / "gluon_resnet" / "train_torch.py", "--limit", "300")
+
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("loss 2.") == 2
+
+
 @needs_two_cpu_devices
 @pytest.mark.parametrize(
     ("words", "number", "err"),
