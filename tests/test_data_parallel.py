@@ -26,13 +26,33 @@ def make() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
 
 
+@pytest.fixture(scope="module")
+def parallel() -> Iterator[nn.Module]:
+    """A parallel module on three devices, whose helpers start once for this file."""
+    model = evener.parallelize(make(), "cpu*3", shares=(3, 1, 2))
+    model(batch(6)).sum().backward()
+    yield model
+    evener.release(model)
+
+
 @pytest.fixture
-def pair() -> Iterator[tuple[nn.Module, nn.Module]]:
+def pair(parallel: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
     """A parallel module on three devices, and the same module, plain."""
     plain = make()
-    model = evener.parallelize(copy.deepcopy(plain), "cpu*3", shares=(3, 1, 2))
-    yield model, plain
-    evener.release(model)
+    parallel.load_state_dict(plain.state_dict())
+    parallel.zero_grad()
+    yield parallel, plain
+    for hooks in (
+        "_forward_hooks",
+        "_forward_pre_hooks",
+        "_backward_hooks",
+        "_backward_pre_hooks",
+    ):
+        getattr(parallel, hooks).clear()
+    parallel._is_full_backward_hook = None
+    for parameter in parallel.parameters():
+        parameter._backward_hooks = None
+        parameter._post_accumulate_grad_hooks = None
 
 
 def batch(size: int = 11) -> Tensor:

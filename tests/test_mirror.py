@@ -16,10 +16,13 @@ from evener.mirror import Mirror
 from evener.team import Team
 
 
-@pytest.fixture
+def start() -> Team:
+    return Team([Device("cpu", i, (0,), 1, "test") for i in range(2)], timeout_s=30.0)
+
+
+@pytest.fixture(scope="module")
 def team() -> Iterator[Team]:
-    devices = [Device("cpu", i, (0,), 1, "test") for i in range(2)]
-    made = Team(devices, timeout_s=30.0)
+    made = start()
     yield made
     made.stop()
 
@@ -92,7 +95,8 @@ def test_a_parameter_is_read_from_a_helper(team: Team) -> None:
     mirror.dissolve()
 
 
-def test_what_was_dissolved_needs_no_arena(team: Team) -> None:
+def test_what_was_dissolved_needs_no_arena() -> None:
+    team = start()
     module = nn.Linear(3, 2)
     values = module.weight.detach().clone()
     mirror = Mirror(module, team)

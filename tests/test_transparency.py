@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import random
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -202,15 +202,36 @@ class Wild:
         self.num_learned += 1
 
 
-def parallelize(model: nn.Module, devices: str, shares: Any) -> Wild | None:
-    """As `evener.parallelize`, with one more word for shares: "wild"."""
-    evener.parallelize(model, devices, shares="auto" if shares == "wild" else shares)
-    if shares != "wild":
-        return None
-    way = vars(model)[STATE_NAME].way
-    wild = Wild(len(way._devices))
-    way._policies = (wild, wild)
-    return wild
+class Models(nn.Module):
+    """The models of all tasks, so that a team starts once for all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        made = {task.__name__: task() for task in TASKS}
+        self.of = nn.ModuleDict({name: task.model for name, task in made.items()})
+
+    def forward(self, name: str, *inputs: Any) -> Any:
+        return self.of[name](*inputs)
+
+
+@pytest.fixture(scope="module", params=TEAMS, ids=str)
+def models(request: pytest.FixtureRequest) -> Iterator[tuple[Models, Models, Wild | None]]:
+    """All models on a team, the same ones plain, and what decides the shares if it is wild."""
+    torch.manual_seed(0)
+    plain = Models().double()
+    parallel = copy.deepcopy(plain)
+    devices, shares = request.param
+    evener.parallelize(parallel, devices, shares="auto" if shares == "wild" else shares)
+    with torch.no_grad():  # the helpers start before the first test looks what there is
+        parallel("mlp", torch.zeros(9, 6, dtype=torch.float64))
+    wild = None
+    if shares == "wild":
+        way = vars(parallel)[STATE_NAME].way
+        wild = Wild(len(way._devices))
+        way._policies = (wild, wild)
+    yield parallel, plain, wild
+    evener.release(parallel)
+    assert_same_state(parallel, plain)
 
 
 # ------------------------------------------------------------------ what is compared
@@ -262,45 +283,58 @@ def assert_same_state(actual: nn.Module, expected: nn.Module) -> None:
         assert_close(one, other, name)
 
 
-@pytest.mark.parametrize(("devices", "shares"), TEAMS)
 @pytest.mark.parametrize("task", TASKS)
 def test_training_is_that_of_one_device(
-    task: Callable[[], Task], devices: str, shares: Any
+    task: Callable[[], Task], models: tuple[Models, Models, Wild | None]
 ) -> None:
-    model, inputs_for, loss_of = task()
-    model.double()
-    plain = copy.deepcopy(model)
-    optimizer_before = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    wild = parallelize(model, devices, shares)
-    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    name = task.__name__
+    _, inputs_for, loss_of = task()
+    *both, wild = models
+    parallel, plain = (each.of[name] for each in both)
+    optimizers = [
+        torch.optim.SGD(each.of[name].parameters(), lr=0.1, momentum=0.9) for each in both
+    ]
     for batch in BATCHES:
         inputs, target = inputs_for(batch), classes(batch)
         inputs = _double(inputs)
-        for module, optimizer in ((model, optimizer_before), (plain, plain_optimizer)):
+        for each, optimizer in zip(both, optimizers, strict=True):
             optimizer.zero_grad()
-            outputs = module(*inputs)
+            outputs = each(name, *inputs)
             loss = loss_of(outputs, target)
             loss.backward()
             if batch:  # a mean over no samples is not a number
                 optimizer.step()
-            if module is model:
+            if each is both[0]:
                 parallel_outputs, parallel_loss = outputs, loss
 
         assert_same_outputs(parallel_outputs, outputs)
         assert_close(parallel_loss, loss, "loss")
-        assert_same_state(model, plain)
+        assert_same_state(parallel, plain)
         if not batch:
-            for module in (model, plain):
-                module.zero_grad()
-    model.eval()
-    plain.eval()
+            for each in both:
+                each.zero_grad()
+    for each in both:
+        each.eval()
     inputs = _double(inputs_for(5))
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
-            assert_same_outputs(model(*inputs), plain(*inputs))
+            assert_same_outputs(*(each(name, *inputs) for each in both))
+    for each in both:
+        each.train()
     assert wild is None or wild.num_learned > 1
+
+
+def test_optimizers_that_were_made_before_stay_valid() -> None:
+    model, inputs_for, loss_of = mlp()
+    plain = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    evener.parallelize(model, "cpu*2", shares=(2, 1))
+    inputs, target = inputs_for(6), classes(6)
+    for each, optimizer in zip((model, plain), optimizers, strict=True):
+        loss_of(each(*inputs), target).backward()
+        optimizer.step()
     evener.release(model)
-    assert_same_state(model, plain)
+    torch.testing.assert_close(model.state_dict(), plain.state_dict())
 
 
 def _double(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
