@@ -31,7 +31,8 @@ check: $(VENV)/.dev
 	$(BIN)/mypy
 
 test: check
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not quiet" $(ARGS)
+	$(BIN)/python -m pytest -m "quiet and not gpu" $(ARGS) || [ $$? = 5 ]  # 5: none chosen
 
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/peers/main.py $(ARGS)

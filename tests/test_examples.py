@@ -41,7 +41,7 @@ def test_fashion_mnist_runs(name: str, tmp_path: Path) -> None:
         "import runpy, sys\n"
         "from evener.textbook import fashion_mnist\n"
         "load = fashion_mnist.load\n"
-        "fashion_mnist.load = lambda source: load(source).limited(300)\n"
+        "fashion_mnist.load = lambda source: load(source).limited(100)\n"
         "runpy.run_path(sys.argv[1], run_name='__main__')\n"
     )
     result = run(tmp_path, "-c", few, EXAMPLES / "fashion_mnist" / name)
@@ -51,7 +51,7 @@ def test_fashion_mnist_runs(name: str, tmp_path: Path) -> None:
 
 
 def test_the_chapter_in_the_explicit_style_runs_in_its_own_order(tmp_path: Path) -> None:
-    result = run(tmp_path, EXAMPLES / "gluon_resnet" / "train_gluon.py", "--limit", "300")
+    result = run(tmp_path, EXAMPLES / "gluon_resnet" / "train_gluon.py", "--limit", "100")
 
     assert result.returncode == 0, result.stderr
     assert "'stem.0.weight' was not initialized on cpu:2, only on cpu:0, cpu:1" in result.stdout
@@ -62,7 +62,7 @@ def test_the_chapter_in_the_explicit_style_runs_in_its_own_order(tmp_path: Path)
 
 
 def test_the_chapter_in_plain_torch_runs(tmp_path: Path) -> None:
-    result = run(tmp_path, EXAMPLES / "gluon_resnet" / "train_torch.py", "--limit", "300")
+    result = run(tmp_path, EXAMPLES / "gluon_resnet" / "train_torch.py", "--limit", "100")
 
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("loss 2.") == 2

@@ -25,7 +25,10 @@ from evener.pickling import STATE_NAME
 CORES = sorted(os.sched_getaffinity(0))
 BATCH = 256
 
-pytestmark = pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
+pytestmark = [
+    pytest.mark.quiet,
+    pytest.mark.skipif(len(CORES) < 2, reason="needs two cores"),
+]
 
 
 class Training:
