@@ -43,6 +43,7 @@ def after(model: nn.Module) -> nn.Module:
     return torch.compile(evener.parallelize(model, "cpu*2", shares="even"), backend=telling)  # type: ignore[return-value]
 
 
+@pytest.mark.filterwarnings("ignore:Guards may run slower:RuntimeWarning")  # Python 3.13.0
 @pytest.mark.parametrize("way", [before, in_place, after])
 def test_each_device_compiles_its_replica_once(
     way: Callable[[nn.Module], nn.Module], capsys: pytest.CaptureFixture[str]

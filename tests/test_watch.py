@@ -645,3 +645,18 @@ def test_what_cannot_be_sent_is_named(module: Outer, follower: Follower) -> None
 
     with pytest.raises(ValueError, match=r"changed attributes\[\(2, 'flag'\)\] cannot be sent"):
         follower.follow()
+
+
+def test_what_cannot_be_sent_is_an_error_until_it_is_taken_away(
+    module: Outer, follower: Follower
+) -> None:
+    module.config.layers.append(i for i in range(3))
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match="cannot be sent"):
+            follower.follow()
+    module.config.layers.pop()
+    module.config.rate = 7
+
+    follower.follow()
+    assert_in_step(follower)

@@ -1,7 +1,7 @@
 """Versions: which of many dictionaries were changed, without a look into each.
 
 To compare thousands of dictionaries with what they held takes longer than a small training step.
-CPython up to 3.12 gives each dictionary a new number whenever it is changed (PEP 509; torch's
+Many versions of CPython give each dictionary a new number whenever it is changed (PEP 509; torch's
 compiler and CPython's own specialised instructions rely on it), so one gather of those numbers
 tells::
 

@@ -79,6 +79,8 @@ class Watch:
         self._sent = {
             i: _mark(buffer) for i, buffer in enumerate(self.buffers) if i not in self._waiting
         }
+        #: Attributes inside of which something changed that was not told yet.
+        self._inside: set[Any] = set()
         self._find_contents()
 
     def is_stale(self) -> bool:
@@ -116,10 +118,12 @@ class Watch:
                 replica reads unless its own become the user's.
         """
         update = Update()
-        changed = {key: self._value(key) for key in self._contents.changed()}
+        self._inside |= self._contents.changed()
+        changed = {key: self._value(key) for key in self._inside}
         changed |= self._attributes_changed(update)
         if changed:
             update.attributes = to_bytes(changed, self._shared, "changed attributes")
+        self._inside = set()  # not sooner: what cannot be sent is an error until it is taken away
         self._renew()
         requires_grad = [tensor.requires_grad for tensor in self._shared]
         if requires_grad != self._requires_grad:
