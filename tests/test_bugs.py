@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import evener
@@ -205,3 +209,116 @@ model(torch.ones(4, 4))
 def test_sparse_inputs_are_refused_by_name(model: nn.Module) -> None:
     with pytest.raises(BatchError, match=r"args\[0\] is a tensor of layout torch\.sparse_coo"):
         model(torch.eye(4, dtype=torch.float64).to_sparse())
+
+
+# ------------------------------------------------------------------ what a new user found
+
+
+class Drops(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.drop = nn.Dropout()
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Both torch.backends.mkldnn and torch.ops are objects in a module's place.
+        relu = torch.ops.aten.relu if torch.backends.mkldnn.is_available() else torch.relu
+        return self.drop(relu(self.linear(x)))
+
+
+@pytest.fixture(scope="module")
+def drops() -> Iterator[nn.Module]:
+    module = evener.parallelize(Drops(), "cpu*2", shares="even")
+    module(torch.ones(4, 4))
+    yield module
+    evener.release(module)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_checkpoint_around_dropout_is_refused_and_without_dropout_is_right(
+    drops: nn.Module, use_reentrant: bool
+) -> None:
+    """Its second run would draw other masks: gradients would silently be wrong."""
+    x = torch.randn(6, 4, requires_grad=True)
+
+    def run() -> Tensor:
+        return checkpoint(lambda z: drops(z) ** 2, x, use_reentrant=use_reentrant).sum()
+
+    with pytest.raises(EvenerError, match="use the checkpoint inside the module"):
+        run().backward()
+    drops.eval()
+    run().backward()
+    expected = torch.autograd.grad((drops(x) ** 2).sum(), x)
+    torch.testing.assert_close(x.grad, *expected)
+    drops.train()
+
+
+def test_a_forward_that_is_wrapped_afterwards_wraps_the_whole_call(drops: nn.Module) -> None:
+    drops.eval()
+    x = torch.randn(6, 4)
+    plain, before = drops(x), drops.forward
+    drops.forward = lambda *args: 2 * before(*args)
+    torch.testing.assert_close(drops(x), 2 * plain)
+    drops.linear = nn.Linear(4, 4)  # the helpers get a new copy
+    after = drops(x)
+    del drops.forward
+    torch.testing.assert_close(after, 2 * drops(x))
+    drops.train()
+
+
+def test_a_layer_of_another_class_is_noticed(drops: nn.Module) -> None:
+    class Negative(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).abs()
+
+    drops.eval()
+    x = torch.randn(6, 4)
+    drops(x)
+    drops.linear.__class__ = Negative
+    expected = torch.relu(functional.linear(x, drops.linear.weight, drops.linear.bias).abs())
+    torch.testing.assert_close(drops(x), expected)
+    drops.train()
+
+
+def test_what_a_users_signal_handler_raises_is_the_users(drops: nn.Module) -> None:
+    def handler(*_: object) -> None:
+        raise TimeoutError("mine")
+
+    before = signal.signal(signal.SIGALRM, handler)
+    main_pid = os.getpid()
+    slow = drops.linear.register_forward_hook(
+        lambda *_: time.sleep(0.5 if os.getpid() != main_pid else 0)
+    )
+    drops(torch.ones(4, 4))
+    signal.setitimer(signal.ITIMER_REAL, 0.2)  # while the main process waits for the helper
+    try:
+        with pytest.raises(TimeoutError, match="mine"):
+            drops(torch.ones(4, 4))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        slow.remove()
+    assert drops(torch.ones(4, 4)).shape == (4, 4)
+
+
+def test_what_is_not_registered_is_warned_of() -> None:
+    class Hides(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+            self.teachers = [nn.Linear(2, 2)]
+            self.prompt = torch.ones(2, requires_grad=True)
+            self.known = [self.linear, self.linear.weight]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x)
+
+    model = evener.parallelize(Hides(), "cpu*2", shares="even")
+    with pytest.warns(UserWarning, match="holds a") as caught:
+        model(torch.ones(4, 2))
+    evener.release(model)
+
+    texts = [str(warning.message) for warning in caught]
+    assert len(texts) == 2
+    assert "Hides.teachers holds a Linear that is not registered" in texts[0]
+    assert "Hides.prompt holds a tensor that wants a gradient" in texts[1]

@@ -250,9 +250,13 @@ def check_outputs(
                 _check_tensor(i, dims[i], (leaf, first), (share, label, labels[0]))
             elif not agree(leaf, first):
                 raise BatchError(
-                    f"output {i} differs among the devices: {first!r} on {labels[0]}, {leaf!r} on "
-                    f"{label}; return it as a tensor with the batch in its first dimension"
+                    f"output {i} differs among the devices: {_shown(first)} on {labels[0]}, "
+                    f"{_shown(leaf)} on {label}; return it as a tensor with the batch in its first dimension"
                 )
+
+
+def _shown(leaf: Any) -> str:
+    return f"a tensor of {leaf.shape}" if isinstance(leaf, TensorForm) else repr(leaf)
 
 
 def _check_tensor(

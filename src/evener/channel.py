@@ -30,6 +30,10 @@ class ChannelClosedError(Exception):
     """The other process has ended."""
 
 
+class ChannelTimeoutError(TimeoutError):
+    """The other process took too long. What a user's signal handler raises is another class."""
+
+
 class Channel:
     """One end of a channel.
 
@@ -75,6 +79,8 @@ class Channel:
                 self._socket.sendall(_LENGTH.pack(len(data)) + data)
             except (BrokenPipeError, ConnectionResetError) as error:
                 raise ChannelClosedError from error
+            except TimeoutError as error:
+                raise ChannelTimeoutError from error
             self.broken = False
 
     def receive(self, timeout_s: float) -> Any:
@@ -101,7 +107,7 @@ class Channel:
                 continue
             now = time.monotonic()
             if now >= end:
-                raise TimeoutError
+                raise ChannelTimeoutError
             # While it looks it does not yield the core: with another program beside us, that would
             # give away a whole time slice, some milliseconds, to save some microseconds.
             if now >= spin_end:

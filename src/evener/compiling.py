@@ -58,5 +58,7 @@ class Compiler:
             def forward(*args: Any, **kwargs: Any) -> Any:
                 return plain(*args, **kwargs)
 
+            # torch's compiler counts by code how often it compiled: each module has its own.
+            forward.__code__ = forward.__code__.replace()
             self._context, self._forward = context, context(forward)
         return self._forward

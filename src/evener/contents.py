@@ -13,7 +13,7 @@ can be changed inside the attributes is gathered once, and compared at the speed
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from itertools import chain
 from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -104,6 +104,36 @@ class Contents:
             self._rows.append((key, part, part.copy()))
         inside: Iterable[Any] = part if isinstance(part, (list, set, tuple, frozenset)) else ()
         return chain(inside, *(d.values() for d in dicts))
+
+
+def hidden_gradients(
+    attributes: Mapping[Any, Any], known: Collection[int]
+) -> Iterator[tuple[Any, str]]:
+    """Find what wants a gradient and is neither a parameter nor a buffer of the module.
+
+    Args:
+        attributes: each attribute's value under whatever the caller calls it.
+        known: the identities of the module's tensors and submodules.
+
+    Yields:
+        The attribute, and what it holds.
+    """
+    for key, value in attributes.items():
+        rest, seen = [value], 0
+        while rest and (seen := seen + 1) < MAX_PARTS:
+            part = rest.pop()
+            if id(part) in known:
+                continue
+            if isinstance(part, Tensor):
+                if part.requires_grad and part.is_leaf:
+                    yield key, "a tensor that wants a gradient"
+            elif isinstance(part, nn.Module):
+                if any(id(parameter) not in known for parameter in part.parameters()):
+                    yield key, f"a {type(part).__name__}"
+            elif isinstance(part, dict):
+                rest.extend(part.values())
+            elif isinstance(part, (list, tuple)):
+                rest.extend(part)
 
 
 def can_change(value: Any) -> bool:

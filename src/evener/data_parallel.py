@@ -44,6 +44,7 @@ from evener.piece import (
     check_transforms,
     on_cores,
     own_saved_tensors,
+    refusing_to_redraw,
     seed_of_piece,
     seeded,
 )
@@ -129,6 +130,7 @@ class DataWay:
         batch = Batch(args, kwargs, self.dims, forward)
         if batch.size is None:  # nothing to cut
             return forward(*args, **kwargs)
+        forward = refusing_to_redraw(forward)
         with self._lock, ExitStack() as stack:
             seed = self._next_seed()
             grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 
 import torch
 from torch import Tensor, nn
 
 from evener import messages
 from evener.arena import Place, Region, lay_out, moved
+from evener.contents import hidden_gradients
 from evener.errors import ModuleError
 from evener.pickling import COMPILE_NAME
 from evener.replica import adopt, give_back, private_buffers, shared_tensors, to_bytes
@@ -170,4 +172,21 @@ class Mirror:
         for device in helpers:
             team.post(device, load)
         team.collect(helpers)
+        _warn_of_hidden(module, self.shared)
         self._watch = Watch(module, self.shared, COMPILE_NAME)
+
+
+def _warn_of_hidden(module: nn.Module, shared: list[Tensor]) -> None:
+    """Warn of what plain PyTorch gives a gradient although the module does not know of it."""
+    known = {id(each) for each in (*shared, *module.buffers(), *module.modules())}
+    for name, each in module.named_modules():
+        attributes = {key: value for key, value in vars(each).items() if key[:1] != "_"}
+        for key, what in hidden_gradients(attributes, known):
+            path = f"{name}.{key}".lstrip(".")
+            warnings.warn(
+                f"{type(module).__name__}.{path} holds {what} that is not registered with the "
+                "module: helpers have a copy of it, which gets no gradient and does not follow; "
+                "make it a parameter, a submodule or a buffer, or use nn.ModuleList, ModuleDict "
+                "or ParameterList",
+                stacklevel=2,
+            )

@@ -234,13 +234,16 @@ def _parallel_class(plain: type[nn.Module], *, is_plain_call: bool) -> type[nn.M
         if function is copyreg.__newobj__:  # type: ignore[attr-defined]
             function = plain.__new__  # the same, without pickle's check against the class
         if rest and isinstance(rest[0], dict):
-            private = (STATE_NAME, COMPILE_NAME)
+            # A forward that was set later wraps this one: it is for the whole call, and ours.
+            private = (STATE_NAME, COMPILE_NAME, "forward")
             kept = {name: value for name, value in rest[0].items() if name not in private}
             if state.own_forward is not None:
                 kept["forward"] = state.own_forward
             rest[0] = kept
         return (function, arguments, *rest)
 
+    # torch's compiler counts by code: each class has its own.
+    forward.__code__ = forward.__code__.replace()
     body: dict[str, Any] = {
         "__module__": plain.__module__,
         "__qualname__": plain.__qualname__,

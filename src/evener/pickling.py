@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import io
 import os
+import pkgutil
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -63,6 +65,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             attributes = {name: v for name, v in vars(obj).items() if name != STATE_NAME}
             kind = type(obj) if state is None else state.plain
             return object.__new__, (kind,), attributes
+        if isinstance(obj, ModuleType) and type(obj) is not ModuleType:
+            # torch.ops, torch.backends.cudnn: an object stands in the module's place.
+            name = _name_of(obj)
+            if name is not None:
+                return pkgutil.resolve_name, (name,)
         if isinstance(obj, (type, FunctionType)):
             self._send_by_value_unless_importable(obj)
         return super().reducer_override(obj)
@@ -78,6 +85,16 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if module is not None and module.__name__ not in known and not _is_importable(module):
             cloudpickle.register_pickle_by_value(module)
             self.by_value.append(module)
+
+
+def _name_of(obj: ModuleType) -> str | None:
+    """A name by which another interpreter finds what stands in a module's place."""
+    names = [name for name, module in list(sys.modules.items()) if module is obj]
+    for name in [*names, getattr(obj, "__name__", "")]:
+        with suppress(Exception):  # whatever an import does
+            if name != "__main__" and pkgutil.resolve_name(name) is obj:
+                return name
+    return None
 
 
 def _is_importable(module: ModuleType) -> bool:

@@ -111,6 +111,29 @@ def seed_of_piece(seed: int, call: int, device: int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
 
 
+def refusing_to_redraw(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward that refuses to draw random numbers inside of a backward.
+
+    There a checkpoint around the module runs it for the second time, and would have to draw what
+    it drew the first time.
+    """
+    if torch._C._current_graph_task_id() == -1:
+        return function
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        before = torch.get_rng_state()
+        outputs = function(*args, **kwargs)
+        if not torch.equal(before, torch.get_rng_state()):
+            raise EvenerError(
+                "a checkpoint around a parallel module would draw other random numbers (dropout) "
+                "when it runs the module again, and its gradients would be wrong; use the "
+                "checkpoint inside the module"
+            )
+        return outputs
+
+    return forward
+
+
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Run a block from a seed; torch's CPU generator is afterwards what it was before."""

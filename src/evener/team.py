@@ -30,7 +30,7 @@ from typing import Any
 
 from evener import allocator, messages
 from evener.arena import Arena, Region
-from evener.channel import Channel, ChannelClosedError
+from evener.channel import Channel, ChannelClosedError, ChannelTimeoutError
 from evener.devices import Device
 from evener.errors import HelperDiedError, HelperRaisedError, HelperStartError, RemoteTraceback
 from evener.journal import Journal
@@ -122,7 +122,7 @@ class Team:
         member.num_unanswered += 1
         try:
             member.channel.send(messages.Request(message, dropped), self._timeout_s)
-        except (ChannelClosedError, TimeoutError) as error:
+        except (ChannelClosedError, ChannelTimeoutError) as error:
             self._lose(member, error)
 
     def receive(self, device: int) -> Any:
@@ -142,7 +142,7 @@ class Team:
                 reply := member.channel.receive(max(0.0, end - time.monotonic())), Printed
             ):
                 reply.show()
-        except (ChannelClosedError, TimeoutError) as error:
+        except (ChannelClosedError, ChannelTimeoutError) as error:
             self._lose(member, error)
         member.num_unanswered -= 1
         self.worked.append((device, reply.start_s, reply.end_s))
@@ -238,7 +238,7 @@ class Team:
         member = self._members[device - 1]
         try:
             member.channel.receive(START_TIMEOUT_S)
-        except (ChannelClosedError, TimeoutError) as error:
+        except (ChannelClosedError, ChannelTimeoutError) as error:
             cause = _cause_of_death(member.process, error, START_TIMEOUT_S)
             raise HelperStartError(
                 f"the helper of {member.device.label} did not start: {cause}; what it printed "
@@ -298,7 +298,7 @@ def _cause_of_death(process: subprocess.Popen[bytes], error: Exception, timeout_
 
 def _show_rest(channel: Channel) -> None:
     """Show what a helper has printed so far, for nobody will ask it any more."""
-    with suppress(ChannelClosedError, TimeoutError, OSError):
+    with suppress(ChannelClosedError, ChannelTimeoutError, OSError):
         while True:
             message = channel.receive(0)
             if isinstance(message, Printed):

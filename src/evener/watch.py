@@ -47,8 +47,10 @@ class Watch:
 
     def __init__(self, module: nn.Module, shared: Sequence[Tensor], unsent: str = "") -> None:
         self._shared = shared
-        # No module itself is held here: helpers end with the user's module.
+        # The module itself is not held here: helpers end with it.
         self._dicts = [vars(m) for m in module.modules()]
+        self._submodules = list(module.modules())[1:]
+        self._kinds = list(map(type, self._submodules))
         self._norms = {number for number, m in enumerate(module.modules()) if _is_norm(m)}
         hooks = [d[name] for d in self._dicts for name in _HOOKS]
         # Half of all dictionaries, and empty as a rule: that torch counts new hooks is enough.
@@ -90,6 +92,8 @@ class Watch:
             if any(self._no_hooks):
                 return True
             self._num_hooks = RemovableHandle.next_id
+        if list(map(type, self._submodules)) != self._kinds:
+            return True
         first, last = len(self._dicts), len(self._dicts) + len(self._parts)
         for number in sorted(self._touched):
             if number < first:
@@ -152,7 +156,9 @@ class Watch:
             changed.update(
                 ((number, name), value)
                 for name, value in now.items()
-                if name not in _INTERNAL and (name not in before or not same(before[name], value))
+                if name not in _INTERNAL
+                and not (number == 0 and name == "forward")  # for the whole call, in this process
+                and (name not in before or not same(before[name], value))
             )
         return changed
 
@@ -180,7 +186,9 @@ class Watch:
                 (number, name): value
                 for number, d in enumerate(self._dicts)
                 for name, value in d.items()
-                if name not in _INTERNAL and can_change(value)
+                if name not in _INTERNAL
+                and can_change(value)
+                and not (number == 0 and name == "forward")
             }
         )
 
