@@ -266,6 +266,12 @@ def test_a_forward_that_is_wrapped_afterwards_wraps_the_whole_call(drops: nn.Mod
     drops.train()
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.* is deprecated:DeprecationWarning")
+def test_tracing_is_refused_with_the_way_out(drops: nn.Module) -> None:
+    with pytest.raises(EvenerError, match=r"cannot be traced; evener\.release"):
+        torch.jit.trace(drops, torch.ones(4, 4))
+
+
 def test_a_layer_of_another_class_is_noticed(drops: nn.Module) -> None:
     class Negative(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

@@ -251,7 +251,8 @@ def check_outputs(
             elif not agree(leaf, first):
                 raise BatchError(
                     f"output {i} differs among the devices: {_shown(first)} on {labels[0]}, "
-                    f"{_shown(leaf)} on {label}; return it as a tensor with the batch in its first dimension"
+                    f"{_shown(leaf)} on {label}; return it as a tensor with the batch in its "
+                    "first dimension"
                 )
 
 

@@ -165,6 +165,11 @@ def on_cores(cores: Sequence[int]) -> Iterator[None]:
 
 def check_transforms() -> None:
     """Refuse what would silently be lost on the way to the helpers."""
+    if torch._C._get_tracing_state() is not None:
+        raise EvenerError(
+            "a parallel module cannot be traced; evener.release(module) first, and trace the "
+            "plain module"
+        )
     if forward_ad._current_level >= 0:
         raise EvenerError(
             "forward-mode derivatives through a parallel module are not possible; "
