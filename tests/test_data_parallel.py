@@ -5,8 +5,11 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -700,6 +703,51 @@ def test_distributed_data_parallel_around_it(tmp_path: Any) -> None:
         evener.release(model)
     finally:
         torch.distributed.destroy_process_group()
+
+
+TWO_RANKS = """
+import copy, torch, evener
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+torch.distributed.init_process_group("gloo")
+rank = torch.distributed.get_rank()
+torch.manual_seed(0)
+plain = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+model = evener.parallelize(copy.deepcopy(plain), "cpu*2", shares=(3, 2))
+wrapped = DistributedDataParallel(model)
+optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, plain)]
+for _ in range(3):
+    x, y = torch.randn(10, 4).double(), torch.randn(10, 3).double()  # the same on both ranks
+    half = slice(5 * rank, 5 * rank + 5)
+    losses = [(wrapped(x[half]) - y[half]).square().mean(), (plain(x) - y).square().mean()]
+    for optimizer, loss in zip(optimizers, losses):
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+for one, other in zip(model.parameters(), plain.parameters()):
+    torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-13)
+print(f"rank {rank} is like one device")
+evener.release(model)
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_two_ranks_of_two_devices_under_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(TWO_RANKS)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    result = subprocess.run(
+        [*torchrun, "--local-addr=127.0.0.1", "--nproc-per-node=2", script],
+        env={**os.environ, "PYTHONPATH": str(Path(evener.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("is like one device") == 2  # lines of two processes may mix
 
 
 # ------------------------------------------------------------------ measured shares
