@@ -65,9 +65,9 @@ class Contents:
             self._rows = [(key, row, row.copy()) for key, row, _ in self._rows]
             self._take_rows()
         for i, (key, tensor, before) in enumerate(self._tensors):
-            if (mark := _mark(tensor)) != before:
+            if (current := mark(tensor)) != before:
                 found.add(key)
-                self._tensors[i] = (key, tensor, mark)
+                self._tensors[i] = (key, tensor, current)
         for i, (key, array, data) in enumerate(self._arrays):
             if array.tobytes() != data:
                 found.add(key)
@@ -88,7 +88,7 @@ class Contents:
                 continue
             seen.add(id(part))
             if isinstance(part, Tensor):
-                self._tensors.append((key, part, _mark(part)))
+                self._tensors.append((key, part, mark(part)))
             elif _is_array(part):
                 if part.nbytes <= SMALL_BYTES:
                     self._arrays.append((key, part, part.tobytes()))
@@ -157,13 +157,14 @@ def same(one: Any, other: Any) -> bool:
         return False
 
 
+def mark(tensor: Tensor) -> tuple[int, int]:
+    """What is another one after each change of a tensor's values: its memory, and a count."""
+    return tensor.data_ptr(), count_of_changes(tensor)
+
+
 def count_of_changes(tensor: Tensor) -> int:
     """Counts the changes of a tensor in place; an inference tensor does not count: never alike."""
     return -time.monotonic_ns() if tensor.is_inference() else tensor._version
-
-
-def _mark(tensor: Tensor) -> tuple[int, int]:
-    return tensor.data_ptr(), count_of_changes(tensor)
 
 
 def _compiles(part: Any) -> bool:

@@ -1,9 +1,9 @@
 """Watch: what the user changed in a module between two calls, so that every replica follows.
 
 Before each call the module is compared with what was sent. Attributes that changed (``training``
-among them) and buffers are sent as an :class:`Update`; a change of structure, or a parameter that
-moved to other memory, needs a new copy of the whole module. What a forward itself changes is not a
-change by the user: the forward of each replica did the same to its own.
+among them) and buffers are sent as an :class:`Update`; a change of structure, or of a tensor's
+form, needs a new copy of the whole module. What a forward itself changes is not a change by the
+user: the forward of each replica did the same to its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.hooks import RemovableHandle
 
-from evener.contents import SMALL_BYTES, Contents, can_change, count_of_changes, same
+from evener.contents import SMALL_BYTES, Contents, can_change, count_of_changes, mark, same
 from evener.pickling import STATE_NAME
 from evener.replica import to_bytes
 from evener.update import Update
@@ -79,7 +79,7 @@ class Watch:
         self._list_buffers()
         self._forms = self._form_of_buffers()
         self._sent = {
-            i: _mark(buffer) for i, buffer in enumerate(self.buffers) if i not in self._waiting
+            i: mark(buffer) for i, buffer in enumerate(self.buffers) if i not in self._waiting
         }
         #: Attributes inside of which something changed that was not told yet.
         self._inside: set[Any] = set()
@@ -156,8 +156,7 @@ class Watch:
             changed.update(
                 ((number, name), value)
                 for name, value in now.items()
-                if name not in _INTERNAL
-                and not (number == 0 and name == "forward")  # for the whole call, in this process
+                if _is_followed(number, name)
                 and (name not in before or not same(before[name], value))
             )
         return changed
@@ -169,11 +168,11 @@ class Watch:
             self._touched.discard(number)
             now, before = self._dicts[number], self._before[number]
             renew |= any(
-                before.get(name) is not value
-                and (can_change(value) or can_change(before.get(name)))
-                for name, value in now.items()
-                if name not in _INTERNAL
-            ) or any(name not in now and can_change(value) for name, value in before.items())
+                now.get(name) is not before.get(name)
+                and (can_change(now.get(name)) or can_change(before.get(name)))
+                for name in now.keys() | before.keys()
+                if _is_followed(number, name)
+            )
             if now.get("training") is not before.get("training"):
                 self._sort_buffers()
             self._before[number] = dict(now)
@@ -186,9 +185,7 @@ class Watch:
                 (number, name): value
                 for number, d in enumerate(self._dicts)
                 for name, value in d.items()
-                if name not in _INTERNAL
-                and can_change(value)
-                and not (number == 0 and name == "forward")
+                if _is_followed(number, name) and can_change(value)
             }
         )
 
@@ -270,20 +267,22 @@ class Watch:
                 if everything:
                     numbers.append(i)
                 continue
-            mark = _mark(buffer)
-            if i in self._uncounted or self._sent.get(i) != mark:
+            now = mark(buffer)
+            if i in self._uncounted or self._sent.get(i) != now:
                 numbers.append(i)
-                self._sent[i] = mark
+                self._sent[i] = now
         return numbers
+
+
+def _is_followed(number: int, name: str) -> bool:
+    """Whether an attribute of a module is one that replicas follow."""
+    # A forward that the user has set on the whole module is for the whole call, in this process.
+    return name not in _INTERNAL and (number, name) != (0, "forward")
 
 
 def _differ(now: dict[str, Any], before: dict[str, Any]) -> bool:
     """Whether entries differ, by identity: an equal parameter is another parameter."""
     return [*now] != [*before] or not all(map(is_, now.values(), before.values()))
-
-
-def _mark(tensor: Tensor) -> tuple[int, int]:
-    return tensor.data_ptr(), count_of_changes(tensor)
 
 
 def _is_norm(module: nn.Module) -> bool:
