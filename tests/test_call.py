@@ -73,7 +73,7 @@ def test_a_call_that_is_forgotten_frees_what_the_helpers_hold(
 ) -> None:
     call = new_call(*run, torch.randn(5, 3), [2, 3])
     call.forward(Settings.current())
-    assert len(run[0].team._members[0].regions) == 1
+    assert len(run[0].team._seats[1].regions) == 1
 
     del call
     gc.collect()
@@ -81,7 +81,7 @@ def test_a_call_that_is_forgotten_frees_what_the_helpers_hold(
         with torch.no_grad():
             new_call(*run, torch.randn(5, 3), [2, 3]).forward(Settings.current())
 
-    assert len(run[0].team._members[0].regions) == 0
+    assert len(run[0].team._seats[1].regions) == 0
 
 
 def test_memory_does_not_grow_with_the_number_of_calls(run: tuple[Run, nn.Module]) -> None:

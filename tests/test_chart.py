@@ -17,6 +17,7 @@ from evener.journal import (
     EXCHANGE,
     FORWARD,
     INFERENCE,
+    Fault,
     Moment,
     Phase,
     Stretch,
@@ -93,6 +94,19 @@ def test_the_rows_of_a_trace_are_the_devices(tmp_path):
         ("thread_sort_index", 1, 2): {"sort_index": 1},
         ("thread_sort_index", 1, 3): {"sort_index": 2},
     }
+
+
+def test_faults_are_marks_in_a_trace(tmp_path):
+    at_s = PICTURE.start_s + 0.5
+    faults = [Fault(1, 3, "forward", "died", "done again", 0.1, s) for s in (at_s, at_s - 1.0)]
+    path = tmp_path / "trace.json"
+    chart.trace(LABELS, [PICTURE], path, faults)
+
+    marks = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "i"]
+    assert [(mark["name"], mark["tid"], mark["ts"]) for mark in marks] == [
+        ("forward fault", 2, 500_000.0)  # that of before is not in the picture
+    ]
+    assert marks[0]["args"]["cause"] == "died"
 
 
 def test_a_trace_that_cannot_be_written(tmp_path):

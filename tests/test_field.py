@@ -163,7 +163,7 @@ def test_19_recurrent_weights_are_one_chunk_and_nothing_warns(
 
 def test_22_no_port_and_no_named_file(pair: tuple[Classifier, Classifier]) -> None:
     processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
-    helpers = [process for process in processes if "evener.helper" in " ".join(process.cmdline())]
+    helpers = [process for process in processes if "evener.process" in " ".join(process.cmdline())]
 
     assert len(helpers) == 2
     for process in helpers:
@@ -199,9 +199,9 @@ def test_26_helpers_and_replicas_stay_from_call_to_call(
     monkeypatch.setattr(
         team.Team,
         "post",
-        lambda self, device, message: (
+        lambda self, device, message, work=None: (
             sent.append(type(message).__name__),
-            post(self, device, message),
+            post(self, device, message, work),
         ),
     )
     optimizer = torch.optim.SGD(pair[1].parameters(), lr=0.0)

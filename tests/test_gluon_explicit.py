@@ -18,7 +18,7 @@ from torch.nn import functional
 import evener
 from evener import gluon
 from evener.data_parallel import DataWay
-from evener.errors import BatchError, HelperDiedError, NotOnDeviceError
+from evener.errors import BatchError, FaultWarning, NotOnDeviceError
 from evener.gluon import explicit
 from evener.gluon.explicit import Explicit
 from evener.gluon.split import Shard
@@ -368,13 +368,10 @@ def test_after_an_error_the_network_works_on(net: nn.Module, plain: nn.Module) -
     os.kill(child.pid, signal.SIGKILL)
     child.wait()
     losses[1].backward()
-    with pytest.raises(HelperDiedError, match="call"):
+    with pytest.warns(FaultWarning, match="in the backward"):
         losses[2].backward()
 
-    assert all(p.grad is None for p in net.parameters())
     assert not vars(net)[STATE_NAME].explicit.pending
-    for a in xs:
-        net(a).square().sum().backward()
     plain(x).square().sum().backward()
     for one, other in zip(net.parameters(), plain.parameters(), strict=True):
         assert_close(one.grad, other.grad)

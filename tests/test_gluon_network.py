@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import evener
 from evener import gluon
 from evener.errors import ModuleError, SharesError
 from evener.pickling import STATE_NAME
+from evener.policies import Policies
 from evener.shares import Choice
 
 
@@ -108,6 +111,9 @@ class FakePolicy:
     def choose(self, batch: int) -> Choice:
         return self.choices.pop(0)
 
+    def limit(self, caps: Sequence[float]) -> None:
+        assert list(caps) == [math.inf, math.inf]
+
     def observe(self, shares: tuple[int, ...], *measured: Any) -> None:
         self.observed.append(tuple(shares))
 
@@ -116,7 +122,8 @@ def test_shares_are_the_policys_and_calls_with_them_are_shown_to_it() -> None:
     net = gluon.initialize(nn.Linear(2, 1), None, "cpu*2")
     training = FakePolicy(Choice((3, 1)), Choice((4, 0)), Choice((1, 3)))
     inference = FakePolicy(Choice((0, 4)), Choice((4, 0)))
-    vars(net)[STATE_NAME].way._policies = (training, inference)
+    way = vars(net)[STATE_NAME].way
+    way._policies = Policies(way._devices, training, inference)  # type: ignore[arg-type]
 
     for expected in ((3, 1), (4, 0), (1, 3)):
         shares = gluon.shares(net, 4)

@@ -16,7 +16,7 @@ from evener import messages
 from evener.arena import Arena, Region, lay_out, moved, put
 from evener.helper import Helper
 from evener.messages import INLINE_BYTES
-from evener.piece import Settings, current_flags
+from evener.piece import Settings
 from evener.replica import shared_tensors, to_bytes
 from evener.trees import flatten, structure_to_bytes
 from evener.watch import Update
@@ -90,7 +90,7 @@ class Scene:
                 target=messages.Span(target.offset, target.num_bytes),
                 inputs=[to_input],
                 keep_graph=keep,
-                flags=current_flags(),
+                settings=Settings.current(),
             )
         )
         return answer, target

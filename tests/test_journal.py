@@ -16,6 +16,7 @@ from evener.journal import (
     NUM_MOMENTS,
     NUM_PHASES,
     Call,
+    Fault,
     Journal,
     Moment,
     Phase,
@@ -86,10 +87,12 @@ def test_a_device_without_a_share_rests_and_does_not_wait():
 def test_lost_helpers_are_counted():
     journal = Journal(2)
 
-    journal.fault(1)
-    journal.fault(1)
+    faults = [Fault(1, call, FORWARD, "died", "done again", 0.5, 9.0) for call in (3, 5)]
+    for fault in faults:
+        journal.fault(fault)
 
     assert journal.totals == [Total(), Total(num_faults=2)]
+    assert list(journal.faults) == faults
 
 
 def test_shares_of_another_number_of_devices_are_refused():
@@ -105,10 +108,11 @@ def test_a_snapshot_does_not_change():
     copy = journal.snapshot()
     for call in range(1, 2 * NUM_MOMENTS):
         journal.add(phase(INFERENCE, call, 120.0 + call, 120.5 + call))
-    journal.fault(0)
+    journal.fault(Fault(0, 1, FORWARD, "died", "done again", 0.5, 9.0))
 
     assert [len(copy.phases), len(copy.moments), copy.num_calls, copy.lasted_s] == [2, 1, 1, 12.0]
     assert [total.num_faults for total in copy.totals] == [0, 0]
+    assert not copy.faults
     assert [total.num_calls for total in copy.totals] == [1, 1]
 
 

@@ -18,15 +18,18 @@ TESTS = Path(__file__).parent
 #: Each level imports from those below it; within a level, from the left. ``evener`` is
 #: ``__init__.py``: what a user imports, and so do the command line and the textbook.
 LEVELS: dict[int, str] = {
-    0: "errors shares advice pace trials balance journal timing",
+    0: "errors shares advice pace trials balance journal timing patience",
     1: (
-        "neighbour allocator topology devices arena pickling trees dims batches piece replica "
-        "versions contents update watch"
+        "memory neighbour allocator topology devices arena pickling trees dims batches piece "
+        "portions replica versions contents update watch state"
     ),
-    2: "channel printing exchange exchange.host messages compiling helper team mirror",
-    3: "outputs gradients run call alone data_parallel",
+    2: (
+        "channel printing exchange exchange.host messages compiling helper process deputy faults "
+        "member work seat roster recovery team mirror"
+    ),
+    3: "outputs gradients run assignment policies call alone data_parallel",
     5: (
-        "parallelize chart report parallel_functions.places parallel_functions.parts "
+        "parallelize table chart report parallel_functions.places parallel_functions.parts "
         "parallel_functions.replicas parallel_functions.threads parallel_functions dropin "
         "gluon.initializer gluon.split gluon.situation gluon.pending gluon.round gluon.explicit "
         "gluon.network gluon.parameter gluon.trainer gluon evener"

@@ -46,6 +46,20 @@ def test_an_object_of_a_file_loaded_by_path_arrives(
     assert cloudpickle.list_registry_pickle_by_value() == set()
 
 
+def test_code_keeps_its_file_for_the_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_python: Callable[..., str]
+) -> None:
+    module = load_by_path(tmp_path / "a_lonely_file.py", monkeypatch)
+
+    data = dumps(module.Thing)
+
+    printed = run_python(
+        f"import pickle; thing = pickle.loads(bytes.fromhex({data.hex()!r}))\n"
+        "print(thing.__init__.__code__.co_filename)"
+    )
+    assert printed.strip() == str(tmp_path / "a_lonely_file.py")
+
+
 def test_what_can_be_imported_travels_by_name() -> None:
     assert b"OrderedDict" in dumps(__import__("collections").OrderedDict)
     assert len(dumps(nn.Linear)) < 100

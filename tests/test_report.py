@@ -13,8 +13,11 @@ import evener
 from evener import chart
 from evener.devices import Device
 from evener.errors import ModuleError
-from evener.journal import BACKWARD, EXCHANGE, FORWARD, INFERENCE, Journal, Phase, Stretch
-from evener.report import NUM_RECENT, WIDTH, DeviceReport, Report
+from evener.journal import BACKWARD, EXCHANGE, FORWARD, INFERENCE, Fault, Journal, Phase, Stretch
+from evener.report import NUM_RECENT, NUM_SHOWN, DeviceReport, Report
+from evener.table import WIDTH
+
+FAULT = Fault(1, 3, "forward", "was ended by SIGKILL", "its 2 samples were computed", 0.25, 120.0)
 
 
 def devices(num_devices=2, name="a CPU"):
@@ -64,7 +67,7 @@ def journal():
     journal = Journal(2)
     for call in range(4):
         train(journal, call, 100.0 + 8 * call)
-    journal.fault(1)
+    journal.fault(FAULT)
     return journal
 
 
@@ -248,7 +251,9 @@ TABLE = """\
  cpu:1   a CPU      2          1       0.25   8.0       0.0      8.0    50      4       1
  ────────────────────────────────────────────────────────────────────────────────────────
  all                8          3          1  20.0       3.0      9.0    62      4       1
-Now 1 samples/s: 33% of the 3 that the devices do in seconds of their own work."""
+Now 1 samples/s: 33% of the 3 that the devices do in seconds of their own work.
+Faults: 1; 250 ms lost.
+  cpu:1, call 3, forward: was ended by SIGKILL; its 2 samples were computed (250 ms)"""
 
 
 @pytest.mark.parametrize(
@@ -261,6 +266,19 @@ def test_the_table(journal, monkeypatch, environment):
 
     assert str(Report(devices(), journal)) == TABLE
     assert repr(Report(devices(), journal)) == "<Report of 2 devices after 4 calls>"
+
+
+def test_many_faults_are_counted_and_the_latest_are_shown(journal):
+    for call in range(4, 30):
+        journal.fault(FAULT._replace(call=call, cost_s=2.0))
+    report = Report(devices(), journal)
+    lines = str(report).splitlines()
+
+    assert report.faults[0] == FAULT
+    assert len(report.faults) == 27
+    assert lines[-2 - NUM_SHOWN] == "Faults: 27; 52.2 s lost."
+    assert lines[-1 - NUM_SHOWN] == f"The latest {NUM_SHOWN}:"
+    assert lines[-1].startswith("  cpu:1, call 29, forward: was ended")
 
 
 def test_the_table_before_the_first_call():
@@ -326,6 +344,7 @@ def test_the_json(journal):
             }
             for call in range(4)
         ],
+        "faults": [FAULT._asdict()],
     }
     assert [DeviceReport(**device) for device in told["devices"]] == list(report.devices)
 

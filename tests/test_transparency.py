@@ -20,6 +20,7 @@ from torch.nn import functional
 
 import evener
 from evener.pickling import STATE_NAME
+from evener.policies import Policies
 from evener.shares import Choice, share_out
 from evener.textbook.resnet import ResNet18
 
@@ -195,6 +196,9 @@ class Wild:
 
     guess = choose
 
+    def limit(self, caps: Any) -> None:
+        assert all(cap > 0 for cap in caps)  # nobody is missing
+
     def observe(self, shares: Any, busy_s: Any, lags_s: Any, lasted_s: float) -> None:
         assert all(busy > 0 for share, busy in zip(shares, busy_s, strict=True) if share)
         assert all(lag >= 0 for lag in lags_s)
@@ -228,7 +232,7 @@ def models(request: pytest.FixtureRequest) -> Iterator[tuple[Models, Models, Wil
     if shares == "wild":
         way = vars(parallel)[STATE_NAME].way
         wild = Wild(len(way._devices))
-        way._policies = (wild, wild)
+        way._policies = Policies(way._devices, wild, wild)  # type: ignore[arg-type]
     yield parallel, plain, wild
     evener.release(parallel)
     assert_same_state(parallel, plain)

@@ -154,7 +154,7 @@ def test_a_device_with_a_quota_gets_less() -> None:
     training.run(10)
     team = vars(training.module)[STATE_NAME].way._run.team
 
-    with quota(team._members[0].process.pid, 0.2):
+    with quota(team._seats[1].member.pid, 0.2):
         parts = training.run(30)[12:]
         training.end()
 

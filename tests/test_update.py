@@ -5,8 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from evener.arena import lay_out
 from evener.replica import to_bytes
 from evener.update import Update
+
+PLACE = lay_out([torch.zeros(2)])[0][0]
 
 
 def test_an_update_without_content_is_false() -> None:
@@ -14,7 +17,7 @@ def test_an_update_without_content_is_false() -> None:
     assert Update(attributes=b"x")
     assert Update(removed=[(0, "a")])
     assert Update(requires_grad=[])
-    assert Update(buffers=[0])
+    assert Update(buffers={0: PLACE})
 
 
 def test_a_replica_follows() -> None:
@@ -25,10 +28,13 @@ def test_a_replica_follows() -> None:
         attributes=to_bytes({(2, "eps"): 0.5}, shared),
         removed=[(1, "gone"), (1, "never there")],
         requires_grad=[False, True, True, False],
-        buffers=[1],
+        buffers={1: PLACE},
     )
 
-    update.apply(list(module.modules()), shared, [torch.ones(2), torch.full((2,), 7.0)])
+    told = torch.full((2,), 7.0)
+
+    update.apply(list(module.modules()), shared, {PLACE: told}.__getitem__)
+    told.zero_()  # the memory may be used again
 
     assert module[1].eps == 0.5
     assert not hasattr(module[0], "gone")

@@ -82,15 +82,15 @@ class Follower:
         for their, tensor in zip(self._theirs, self.shared, strict=True):
             their.requires_grad_(tensor.requires_grad)
         self.replica: nn.Module = from_bytes(to_bytes(module, self.shared), self._theirs)
-        self._buffers = [buffer.clone() for buffer in self.watch.buffers]
 
     def follow(self) -> Update:
         assert not self.watch.is_stale()
         update = self.watch.update()
-        for number in update.buffers:
-            self._buffers[number] = self.watch.buffers[number].clone()
+        # The mirror puts them into the arena; here the places are just numbers.
+        told = {n: self.watch.buffers[n].clone() for n in self.watch.new_buffers}
+        update.buffers = {n: n for n in told}  # type: ignore[misc]
         arrived: Update = pickle.loads(pickle.dumps(update))
-        arrived.apply(list(self.replica.modules()), self._theirs, self._buffers)
+        arrived.apply(list(self.replica.modules()), self._theirs, told.__getitem__)  # type: ignore[arg-type]
         return update
 
 
@@ -327,7 +327,7 @@ def test_only_what_changed_is_told(module: Outer, follower: Follower) -> None:
 
     assert update.attributes is not None
     assert list(from_bytes(update.attributes, [])) == [(0, "table")]
-    assert (update.removed, update.requires_grad, update.buffers) == ([], None, [])
+    assert (update.removed, update.requires_grad, update.buffers) == ([], None, {})
 
 
 def test_a_list_that_two_modules_share_is_shared_in_the_replica(module: Outer) -> None:
@@ -466,8 +466,10 @@ def test_the_statistics_are_told_at_once_to_a_replica_whose_own_become_the_users
     follower = Follower(module.train())
     module(torch.randn(5, 3))
 
-    assert len(follower.watch.update(everything=True).buffers) == 3
+    follower.watch.update(everything=True)
+    assert len(follower.watch.new_buffers) == 3
     assert not follower.watch.update()
+    assert not follower.watch.new_buffers
 
 
 def test_the_last_statistics_of_training_reach_the_evaluation(module: Outer) -> None:

@@ -15,13 +15,14 @@ where all others do, the call is the plain call of one device.
 from __future__ import annotations
 
 import math
+import operator
 import statistics
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from evener.pace import WINDOW, ChangeTest, Pace, expected, proven_mean
-from evener.shares import Choice, Cost, share_by_cost, share_out
+from evener.shares import Choice, Cost, enough, share_by_cost, share_out
 from evener.trials import REST, Trials
 
 #: New shares must gain this part of the time: new shapes cost caches, compilation, autotuning.
@@ -75,9 +76,11 @@ class Balancer:
         self._trials = Trials(num_devices)
         self._num_to_measure = PROBATION  # calls of the first device alone
 
-    def fresh(self) -> Balancer:
-        """One that has learned nothing: for new helpers, whose first calls are slow again."""
-        return Balancer(len(self._paces), self._caps)
+    def limit(self, caps: Sequence[float]) -> None:
+        """Set the most samples of each device: zero for one that is not there now."""
+        if list(caps) != self._caps:
+            self._caps = list(caps)
+            self._version += 1
 
     # -------------------------------------------------------------- observing
 
@@ -179,7 +182,7 @@ class Balancer:
             batch: number of samples, one or more.
         """
         shares = self._settled(batch)
-        resting = [i for i, share in enumerate(shares) if not share]
+        resting = [i for i, share in enumerate(shares) if not share and self._caps[i]]
         self._trials.miss(resting)
         trial = self._trial(batch, shares, self._trials.due(resting))
         if trial is not None:
@@ -189,7 +192,8 @@ class Balancer:
             measured = self._num_to_measure > 0
             self._num_to_measure -= measured
         # With fewer samples than devices somebody has to rest, however fast.
-        left_out = self._trials.news(resting) if batch >= len(shares) else ()
+        num_there = sum(cap > 0 for cap in self._caps)
+        left_out = self._trials.news(resting) if batch >= num_there else ()
         return Choice(shares, measured, left_out)
 
     def _trial(
@@ -213,7 +217,7 @@ class Balancer:
         if known is not None and known[0] == self._version:
             return known[1]
         shares = self._best(batch)
-        if known is not None:
+        if known is not None and all(map(operator.le, known[1], enough(batch, self._caps))):
             before_s, after_s = self._seconds(known[1]), self._seconds(shares)
             if after_s > before_s * (1 - max(GAIN, self._doubt(shares))):
                 shares = known[1]
@@ -228,12 +232,14 @@ class Balancer:
     def _best(self, batch: int) -> tuple[int, ...]:
         costs = self._costs()
         if costs is None:
-            return share_by_cost(batch, [Cost(0.0, 1.0)] * len(self._paces), self._caps)
-        shares = share_by_cost(batch, costs, self._caps)
+            costs = [Cost(0.0, 1.0)] * len(self._paces)
+            return share_by_cost(batch, costs, enough(batch, self._caps))
+        shares = share_by_cost(batch, costs, enough(batch, self._caps))
         on_probation = [
             i
             for i, pace in enumerate(self._paces)
             if not shares[i] and pace.num_calls < PROBATION and self._trials.num_missed[i] < REST
+            if self._caps[i]
         ]
         if on_probation:
             return self._including(batch, on_probation, costs) or shares

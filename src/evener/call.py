@@ -21,16 +21,20 @@ import torch
 from torch import Tensor, nn
 
 from evener import messages
-from evener.arena import put
+from evener.arena import Region, put
+from evener.assignment import Assignment
 from evener.batches import Batch, Cut
 from evener.errors import HelperDiedError
-from evener.gradients import InputGradient, SharedGradients, cut_gradients, own_gradients
+from evener.gradients import InputGradient, SharedGradients, own_gradients
 from evener.journal import BACKWARD, FORWARD, INFERENCE
+from evener.memory import is_memory_error
 from evener.outputs import Outputs
 from evener.piece import Piece, Settings, current_flags
+from evener.portions import cut_gradients
 from evener.run import Run
+from evener.team import Team
 from evener.timing import Timing
-from evener.trees import Structure, structure_to_bytes
+from evener.trees import Structure
 
 
 class Call:
@@ -46,6 +50,7 @@ class Call:
         timing: its stop watch.
 
     Attributes:
+        run: as given.
         timing: its stop watch.
         inputs: the inputs that a gradient is wanted for.
         trainable: the module's shared tensors that require a gradient.
@@ -66,7 +71,7 @@ class Call:
         timing: Timing,
     ) -> None:
         self._is_open = False  # whether helpers hold a piece of this call
-        self._run = run
+        self.run = run
         self.timing = timing
         timing.begin(FORWARD, run.team.worked)
         self._module = module
@@ -74,21 +79,19 @@ class Call:
         self._batch = batch
         self._cut = cut
         self._seeds = seeds
-        run.num_calls += 1
-        self._number = run.num_calls
-        self._update = run.mirror.refresh(module, everything=cut.lead != 0)
-        self._layout = run.mirror.layout
+        self._assignment = Assignment(run, module, batch, cut, seeds)
+        self._number = self._assignment.number
         self._wanted = [i for i, tensor in enumerate(run.mirror.shared) if tensor.requires_grad]
         self.trainable = [run.mirror.shared[i] for i in self._wanted]
         wanted = [i for i, want in enumerate(batch.wanted) if want]
         self.inputs: list[Tensor] = [batch.leaves[i] for i in wanted]
         self._input_dims = [batch.cut_dims[i] for i in wanted]
         self._own: Piece | None = None
-        self._versions = [tensor._version for tensor in self.trainable]
+        self._is_delegated = False  # whether the first device's piece is not run by this object
 
     def __del__(self) -> None:
         if self.timing.num_phases == 1 and self.timing.kind == FORWARD:
-            self._run.forwards.append(self.timing)
+            self.run.forwards.append(self.timing)
         self._close()
 
     def _close(self) -> None:
@@ -96,7 +99,7 @@ class Call:
         self._own = None
         if self._is_open:
             self._is_open = False
-            self._run.team.drop(self._cut.helpers, self._number)
+            self.run.team.drop(self._cut.parts, self._number)
 
     # -------------------------------------------------------------- forward
 
@@ -106,39 +109,33 @@ class Call:
         Args:
             settings: those of the user's program; ``grad`` tells whether a backward may come.
         """
-        run, team, cut, timing = self._run, self._run.team, self._cut, self.timing
+        run, team, cut, timing = self.run, self.run.team, self._cut, self.timing
         timing.prepared(FORWARD if settings.grad else INFERENCE)
-        everybody = range(1, len(team.devices))
-        idle = [device for device in everybody if device not in cut.parts]
-        resting = idle if self._update else []
+        self._settings = settings
+        idle = [i for i, there in enumerate(team.present) if there and i not in cut.parts and i]
+        update = self._assignment.update
+        resting = idle if update else []
         self._is_open = True
         for device in cut.helpers:
-            team.post(device, self._message(device, settings))
-            run.sent[device] = self._batch.structure
+            work = self._assignment.work(device, settings)
+            team.post(device, work.forward, work)
         for device in resting:
-            team.post(device, messages.Follow(self._update))
+            team.post(device, messages.Follow(update))
         answers: dict[int, tuple[Structure, list[Any]]] = {}
         errors: list[BaseException] = []
         if 0 in cut.parts:
             with _collected(errors), timing.own_piece():
-                answers[0] = self._run_own(settings)
+                answers[0] = self._run_own()
         for device in cut.helpers:
-            with labelled("evener: waiting"):
-                answer = team.receive(device)
-            if isinstance(answer, messages.Failure):
-                errors.append(team.error_of(device, answer))
-                continue
-            run.remember(device, answer)
-            answers[device] = (run.received[device], messages.unpicklable(answer.leaves))
-            if answer.changed:
-                run.mirror.take_attributes(self._module, answer.changed)
+            with _collected(errors), labelled("evener: waiting"):
+                answers[device] = self._take(device, team.receive(device))
         timing.pieces()
         team.collect(resting)
         if not idle and cut.lead == 0:
             run.mirror.accept()  # else the next call tells those who did not run what changed
         if errors:
             raise errors[0]
-        if cut.lead != 0:
+        if cut.lead != 0 or self._is_delegated:
             run.mirror.take_buffers(self._module)
         with timing.joining():
             self.outputs = Outputs(team, self._number, cut, self._batch.dims, answers)
@@ -146,37 +143,35 @@ class Call:
         if not settings.grad:
             self._close()
 
-    def _run_own(self, settings: Settings) -> tuple[Structure, list[Any]]:
+    def _run_own(self) -> tuple[Structure, list[Any]]:
         """Run the first device's piece, in this process."""
-        batch = self._batch
+        batch, grad = self._batch, self._settings.grad
         leaves = batch.piece(*self._cut.parts[0])
-        piece = Piece(leaves, batch.wanted, batch.structure, self._seeds[0], grad=settings.grad)
-        structure = piece.forward(self._function)
-        self._own = piece
-        return structure, piece.outputs
+        piece = Piece(leaves, batch.wanted, batch.structure, self._seeds[0], grad=grad)
+        try:
+            structure = piece.forward(self._function)
+        except Exception as error:
+            if not is_memory_error(error):
+                raise
+            failure = messages.Failure.of(error)
+        else:
+            self._own = piece
+            return structure, piece.outputs
+        del piece  # and with the error what its traceback has held
+        work = self._assignment.work(0, self._settings)
+        answer = self.run.team.smaller(0, work, work.forward, failure)
+        self._is_delegated = True
+        return self._take(0, answer)
 
-    def _message(self, device: int, settings: Settings) -> messages.Forward:
-        """Put a helper's part of the inputs into the arena, and say where."""
-        run, batch = self._run, self._batch
-        leaves = batch.piece(*self._cut.parts[device])
-        places, region = put(run.team.arena, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
-        run.team.keep(device, self._number, region)
-        rest = iter(places)
-        described = [
-            messages.Input(next(rest), want) if isinstance(leaf, Tensor) else leaf
-            for leaf, want in zip(leaves, batch.wanted, strict=True)
-        ]
-        is_new = run.sent.get(device) != batch.structure
-        return messages.Forward(
-            piece=self._number,
-            update=self._update,
-            structure=structure_to_bytes(batch.structure) if is_new else None,
-            leaves=messages.picklable(described),
-            span=messages.Span(region.offset, region.num_bytes),
-            seed=self._seeds[device],
-            settings=settings,
-            lead=device == self._cut.lead,
-        )
+    def _take(self, device: int, answer: Any) -> tuple[Structure, list[Any]]:
+        """The structure and the leaves of a device's outputs, from its answer."""
+        run = self.run
+        if isinstance(answer, messages.Failure):
+            raise run.team.error_of(device, answer)
+        run.remember(device, answer)
+        if answer.changed:
+            run.mirror.take_attributes(self._module, answer.changed)
+        return run.received[device], messages.unpicklable(answer.leaves)
 
     # -------------------------------------------------------------- backward
 
@@ -196,7 +191,7 @@ class Call:
             HelperDiedError: if the helpers that hold a part of the graph have been stopped.
             RuntimeError: if the graph has been freed by an earlier backward.
         """
-        team, cut, forms = self._run.team, self._cut, self.outputs.forms
+        team, cut, forms = self.run.team, self._cut, self.outputs.forms
         self._check_graph()
         timing = self.timing
         timing.begin(BACKWARD, team.worked)
@@ -204,68 +199,89 @@ class Call:
             InputGradient(team, cut, tensor, dim)
             for tensor, dim in zip(self.inputs, self._input_dims, strict=True)
         ]
-        num_bytes = self._run.mirror.layout_bytes
-        shared = SharedGradients(team, cut.helpers, self._layout, num_bytes)
-        flags = current_flags()
-        held = []  # regions that the helpers read until they answer
-        for device in cut.helpers:
+        mirror = self.run.mirror
+        settings = self._settings._replace(flags=current_flags())
+        others = [*cut.helpers, *([0] if self._is_delegated else [])]
+        shared = SharedGradients(team, self._number, mirror.layout, mirror.layout_bytes)
+        held: list[Region] = []  # they are read until all gradients are there
+
+        def message(device: int) -> messages.Backward:
             parts = cut_gradients(gradients, forms, cut, device)
             places, region = put(team.arena, [part for part in parts if part is not None])
             held.append(region)
             rest = iter(places)
-            target = shared.regions[device]
-            message = messages.Backward(
+            target = shared.region(device)
+            return messages.Backward(
                 piece=self._number,
                 gradients=[None if part is None else next(rest) for part in parts],
                 target=messages.Span(target.offset, target.num_bytes),
                 inputs=[gradient.places[device] for gradient in inputs],
                 keep_graph=keep_graph,
-                flags=flags,
+                settings=settings,
             )
-            team.post(device, message)
+
+        for device in others:
+            team.post(device, message(device))
         errors: list[BaseException] = []
         own: list[Tensor | None] = [None] * (len(inputs) + len(self.trainable))
+        failure = None
         if self._own is not None:
             with _collected(errors), timing.own_piece():
-                parts = cut_gradients(gradients, forms, cut, 0)
-                own = own_gradients(self._own, parts, self.trainable, keep_graph=keep_graph)
+                own, failure = self._backward_own(self._own, gradients, keep_graph=keep_graph)
         answers: dict[int, messages.Gradients] = {}
-        for device in cut.helpers:
-            with labelled("evener: waiting"):
-                answer = team.receive(device)
-            if isinstance(answer, messages.Failure):
-                errors.append(team.error_of(device, answer))
-            else:
-                answers[device] = answer
+        for device in others:
+            with _collected(errors), labelled("evener: waiting"):
+                answers[device] = _checked(team, device, team.receive(device))
+        if failure is not None:
+            self._own, self._is_delegated = None, True
+            with _collected(errors):
+                work = self._assignment.work(0, self._settings)
+                answers[0] = _checked(team, 0, team.smaller(0, work, message(0), failure))
         timing.pieces()
-        for region in held:
-            region.close()
-        if errors or not keep_graph:
-            self._close()
-        if errors:
+        try:
+            if errors:
+                raise errors[0]
+            with timing.joining():
+                sums = shared.add_up(self._wanted, own[len(inputs) :], answers)
+                reached = {device: answer.inputs for device, answer in answers.items()}
+                joined = [
+                    gradient.join(mine, {device: its[i] for device, its in reached.items()})
+                    for i, (gradient, mine) in enumerate(zip(inputs, own, strict=False))
+                ]
+        finally:
+            for region in held:
+                region.close()
             shared.close()
-            raise errors[0]
-        with timing.joining():
-            sums = shared.add_up(self._wanted, own[len(inputs) :], answers)
-            shared.close()
-            reached = {device: answer.inputs for device, answer in answers.items()}
-            joined = [
-                gradient.join(mine, {device: its[i] for device, its in reached.items()})
-                for i, (gradient, mine) in enumerate(zip(inputs, own, strict=False))
-            ]
+            if errors or not keep_graph:
+                self._close()
         timing.end()
         return [*joined, *sums]
 
+    def _backward_own(
+        self, piece: Piece, gradients: Sequence[Tensor | None], *, keep_graph: bool
+    ) -> tuple[list[Tensor | None], messages.Failure | None]:
+        """Run the backward of the first device's piece.
+
+        Returns:
+            The gradients of ``inputs``, then those of ``trainable``; and how it failed, where
+            there was no memory for it.
+        """
+        parts = cut_gradients(gradients, self.outputs.forms, self._cut, 0)
+        try:
+            return own_gradients(piece, parts, self.trainable, keep_graph=keep_graph), None
+        except Exception as error:
+            if not is_memory_error(error):
+                raise
+            return [None] * (len(self.inputs) + len(self.trainable)), messages.Failure.of(error)
+
     def _check_graph(self) -> None:
-        if not self._run.team.is_running or self._layout is not self._run.mirror.layout:
+        if not self.run.team.is_running or self._assignment.has_lost_structure():
             raise HelperDiedError(
                 "the helpers no longer hold their part of this call's graph: they were stopped, "
                 "or the module's structure changed; call the module again before backward"
             )
         if (
-            self._own is None
-            and self._is_open
-            and self._versions != [tensor._version for tensor in self.trainable]
+            self._own is None and self._is_open and self._assignment.has_changed(self._wanted)
         ):  # where the first device has a part, torch itself notices
             raise RuntimeError(
                 "a parameter needed for this backward has been modified by an inplace operation "
@@ -276,6 +292,12 @@ class Call:
                 "Trying to backward through the graph of a parallel module a second time; give "
                 "retain_graph=True to the first backward"
             )
+
+
+def _checked(team: Team, device: int, answer: Any) -> Any:
+    if isinstance(answer, messages.Failure):
+        raise team.error_of(device, answer)
+    return answer
 
 
 def labelled(name: str) -> AbstractContextManager[Any]:

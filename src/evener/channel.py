@@ -24,6 +24,8 @@ from typing import Any
 _LENGTH = struct.Struct("<Q")
 #: The most that is read at once; most messages are much smaller.
 _CHUNK_BYTES = 1 << 16
+#: The longest sleep of who waits for an answer in some time.
+_LOOK_S = 1.0
 
 
 class ChannelClosedError(Exception):
@@ -90,8 +92,9 @@ class Channel:
             ChannelClosedError: if the other process has ended.
             TimeoutError: if no message came within ``timeout_s``.
         """
-        end = time.monotonic() + timeout_s
-        spin_end = time.monotonic() + self._spin_s
+        left_s = timeout_s
+        before = time.monotonic()
+        spin_end = before + self._spin_s
         while True:
             message = self._take()
             if message is not None:
@@ -106,12 +109,15 @@ class Channel:
                 self._read()
                 continue
             now = time.monotonic()
-            if now >= end:
+            # Where this process itself was stopped (Ctrl-Z), the other one was, too.
+            left_s -= min(now - before, 2 * _LOOK_S)
+            before = now
+            if left_s <= 0:
                 raise ChannelTimeoutError
             # While it looks it does not yield the core: with another program beside us, that would
             # give away a whole time slice, some milliseconds, to save some microseconds.
             if now >= spin_end:
-                self._poll.poll(1000 * min(end - now, 3600))
+                self._poll.poll(1000 * min(left_s, _LOOK_S))
 
     def close(self) -> None:
         """Close this end."""

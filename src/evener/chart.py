@@ -13,7 +13,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evener.journal import BACKWARD, INFERENCE, Moment, Phase, Stretch
+from evener.journal import BACKWARD, INFERENCE, Fault, Moment, Phase, Stretch
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -115,13 +115,19 @@ def _draw(upper: Axes, lower: Axes, labels: Sequence[str], moments: Sequence[Mom
 # ------------------------------------------------------------------ the trace
 
 
-def trace(labels: Sequence[str], phases: Sequence[Phase], path: str | PathLike[str]) -> None:
+def trace(
+    labels: Sequence[str],
+    phases: Sequence[Phase],
+    path: str | PathLike[str],
+    faults: Sequence[Fault] = (),
+) -> None:
     """Write what each device did as a file in Google's `Trace Event Format`_.
 
     Args:
         labels: those of the devices.
         phases: the phases.
         path: the file to write.
+        faults: what went wrong; what did since the first phase is marked.
 
     Raises:
         OSError: if the file cannot be written.
@@ -148,6 +154,16 @@ def trace(labels: Sequence[str], phases: Sequence[Phase], path: str | PathLike[s
                     "args": {"call": phase.call, "samples": phase.shares[device]},
                 }
             )
+    events += [
+        {
+            **_place(f"{fault.phase} fault", "i", fault.device),
+            "s": "t",
+            "ts": round(1e9 * (fault.at_s - origin_s)) / 1e3,
+            "args": {"call": fault.call, "cause": fault.cause, "action": fault.action},
+        }
+        for fault in faults
+        if fault.at_s >= origin_s
+    ]
     text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
     Path(path).write_text(text, encoding="utf-8")
 

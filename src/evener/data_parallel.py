@@ -19,11 +19,11 @@ from __future__ import annotations
 
 import os
 import threading
-import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,12 +32,12 @@ from torch.nn.parameter import is_lazy
 from evener import allocator
 from evener.advice import Advice
 from evener.alone import run_alone
-from evener.balance import Balancer
 from evener.batches import Batch, Cut
 from evener.call import Call, labelled
 from evener.devices import Device
 from evener.dims import Dims
 from evener.errors import EvenerError
+from evener.faults import Faults
 from evener.journal import Journal
 from evener.piece import (
     Settings,
@@ -48,13 +48,11 @@ from evener.piece import (
     seed_of_piece,
     seeded,
 )
+from evener.policies import Policies, Policy
 from evener.run import Run
-from evener.shares import Choice, FixedShares
+from evener.shares import Choice
 from evener.team import Team
 from evener.timing import Timing
-
-#: What decides the shares.
-Policy: TypeAlias = Balancer | FixedShares
 
 
 class DataWay:
@@ -64,7 +62,8 @@ class DataWay:
         devices: two devices or more, all of them CPU devices; the first is the main process's.
         policies: what decides the shares, in training and in inference: the second has no
             backward, and devices may differ more in one than in the other.
-        timeout_s: how long one answer of a helper may take.
+        timeout_s: how long one answer of a helper may take; None: as measured.
+        restarts: how many times a device gets a new helper after a death.
         dims: where the batch lies in inputs and outputs. Default: in dimension 0.
 
     Attributes:
@@ -76,13 +75,15 @@ class DataWay:
         self,
         devices: Sequence[Device],
         policies: tuple[Policy, Policy],
-        timeout_s: float,
+        timeout_s: float | None,
+        restarts: int,
         dims: Dims | None = None,
     ) -> None:
         self._devices = list(devices)
-        self._policies = policies
+        self._policies = Policies(self._devices, *policies)
         self.dims = dims or Dims()
         self.journal = Journal(len(devices))
+        self._faults = Faults(self._devices, self.journal, restarts)
         self._num_calls = 0
         self._timeout_s = timeout_s
         self._main_pid = os.getpid()
@@ -131,7 +132,8 @@ class DataWay:
         if batch.size is None:  # nothing to cut
             return forward(*args, **kwargs)
         forward = refusing_to_redraw(forward)
-        with self._lock, ExitStack() as stack:
+        with self._lock, self._faults.telling(), ExitStack() as stack:
+            self._attend()
             seed = self._next_seed()
             grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
             choice = (
@@ -150,13 +152,13 @@ class DataWay:
                 number = self._num_calls
                 outputs, seconds = run_alone(plain, self.journal, number, shares, grad=grad)
                 if choice.measured:
-                    rest = [0.0] * (len(self._devices) - 1)
-                    self._policies[1].observe(shares, [seconds, *rest], [0.0, *rest], seconds)
+                    self._policies.learn_alone(shares, seconds)
                 return outputs
             run = self._ready(module)
             stack.enter_context(on_cores(self._devices[0].cores))
             run.settle()
             timing = Timing(self.journal, self._num_calls, choice.shares)
+            timing.num_faults = self._faults.num
             cut = Cut(choice.shares, means_apart=shares is not None)
             seeds = {device: seed(device) for device in cut.parts}
             call = Call(run, module, self._own(forward), batch, cut, seeds=seeds, timing=timing)
@@ -169,20 +171,20 @@ class DataWay:
             else:
                 call.forward(settings)
                 tensors = call.outputs.tensors
-                self._learn(self._policies[1], timing)
+                self._learn(run, timing, grad=False)
             return call.outputs.tree(tensors)
 
     def backward(
         self, call: Call, gradients: Sequence[Tensor | None], *, keep_graph: bool
     ) -> list[Tensor | None]:
         """Run the backward of a call; see :meth:`Call.backward`."""
-        with self._lock, on_cores(self._devices[0].cores):
+        with self._lock, self._faults.telling(), on_cores(self._devices[0].cores):
             if self._run is not None and self._run.team.is_running:
                 self._run.settle()
             with self._marked(), labelled("evener: backward"):
                 found = call.backward(gradients, keep_graph=keep_graph)
             if call.timing.num_phases == 2:  # noqa: PLR2004 - a forward, and its first backward
-                self._learn(self._policies[0], call.timing)
+                self._learn(call.run, call.timing, grad=True)
             return found
 
     def advise(self, batch: int) -> tuple[int, ...]:
@@ -194,7 +196,8 @@ class DataWay:
     def read(self, device: int, name: str, like: Tensor) -> Tensor | None:
         """What a helper has as a parameter, or None; see :meth:`Mirror.read`."""
         with self._lock:
-            if self._run is None or not self._run.team.is_running:
+            self._attend()
+            if self._run is None or not self._run.team.present[device]:
                 return None
             self._run.settle()
             return self._run.mirror.read(device, name, like)
@@ -219,38 +222,31 @@ class DataWay:
 
     def _choose(self, batch: int, *, grad: bool, level: int = 7) -> Choice:
         """The shares of the next call."""
-        if not batch:
-            return Choice((0,) * len(self._devices), measured=False)
-        training, inference = self._policies
-        while self._run is not None and self._run.forwards:
-            # Gradients were on, and nobody asked for one: an evaluation without no_grad.
-            self._learn(inference, self._run.forwards.popleft())
-        if grad and not training.num_observed:
-            choice = inference.guess(batch)
-        else:
-            choice = (training if grad else inference).choose(batch)
-        for device in choice.left_out:
-            label, what = self._devices[device].label, "training" if grad else "inference"
-            warnings.warn(
-                f"{label} has no share of batches of {batch} samples in {what}: it would cost "
-                "more time than it saves. It is tried again now and then; evener.report(module) "
-                'shows the shares, and shares="even", or numbers such as (3, 1), fixes them',
-                stacklevel=level,  # the user's line
-            )
-        return choice
+        forwards = deque[Timing]() if self._run is None else self._run.forwards
+        return self._policies.choose(batch, forwards, grad=grad, level=level + 1)
 
-    def _learn(self, policy: Policy, timing: Timing) -> None:
-        policy.observe(timing.shares, timing.busy_s, timing.lags_s, timing.lasted_s)
+    def _learn(self, run: Run, timing: Timing, *, grad: bool) -> None:
+        # What takes longer because a device has failed says nothing about the devices' speeds.
+        if timing.num_faults == self._faults.num and not run.team.is_warming:
+            self._policies.learn(timing, grad=grad)
+
+    def _attend(self) -> None:
+        """Look after the helpers; who is not there gets no share."""
+        if self._run is None:
+            return
+        team = self._run.team
+        self._faults.call = self._num_calls + 1
+        team.tend()
+        # With fixed shares the main process does the part of a device whose helper is yet to
+        # come: the same pieces, the same results.
+        there = team.expected if self._policies.are_fixed else team.present
+        pairs = zip(there, self._faults.caps, strict=True)
+        self._policies.limit([cap if there else 0 for there, cap in pairs])
 
     def _ready(self, module: nn.Module) -> Run:
-        """The running team; a new one at the first call, and after a helper's death."""
-        if self._run is not None and not self._run.team.is_running:
-            self._run.mirror.dissolve()
-            self._run = None
-            training, inference = self._policies
-            self._policies = (training.fresh(), inference.fresh())
+        """The running team; a new one at the first call."""
         if self._run is None:
-            team = Team(self._devices, self._timeout_s, self.journal)
+            team = Team(self._devices, self._timeout_s, self._faults)
             try:
                 self._run = Run(module, team)
             except BaseException:

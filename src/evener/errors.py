@@ -9,12 +9,15 @@ Every one says what was given, what was expected and the way out::
      ├── ModuleError (ValueError)           a module that cannot be made parallel, or already is
      ├── ProgramError (ValueError)          a program that `evener run` cannot find
      ├── ArenaError (MemoryError)           no room for the shared memory of a team
+     ├── SampleTooLargeError (MemoryError)  a device has no memory for a single sample
      ├── NotOnDeviceError (RuntimeError)    a parameter that was never on the device
      ├── StaleGradientError (RuntimeError)  gradients of a step that are missing, or too old
      └── TeamError (RuntimeError)           a helper could not do its part
           ├── HelperStartError              it did not start
-          ├── HelperDiedError               it died, or no longer answers
+          ├── HelperDiedError               it died, and its work cannot be done elsewhere
           └── HelperRaisedError             it raised something that cannot be sent as it is
+
+A fault that is survived is no error but a :class:`FaultWarning`.
 
 What the user's own module raises is not in this list: it arrives in the main process with its
 own type, and carries a :class:`RemoteTraceback` as its cause.
@@ -49,6 +52,10 @@ class ArenaError(EvenerError, MemoryError):
     """The shared memory of a team could not be had."""
 
 
+class SampleTooLargeError(EvenerError, MemoryError):
+    """A device has no memory for a single sample; the cause is what it raised."""
+
+
 class NotOnDeviceError(EvenerError, RuntimeError):
     """A parameter is read, or used, on a device that it was never put on."""
 
@@ -66,7 +73,11 @@ class HelperStartError(TeamError):
 
 
 class HelperDiedError(TeamError):
-    """A helper ended, or stopped answering, while it was needed."""
+    """A helper ended, or stopped answering, and its work cannot be done again elsewhere."""
+
+
+class FaultWarning(UserWarning):
+    """A device failed, and what it had to do was done nevertheless."""
 
 
 class HelperRaisedError(TeamError):

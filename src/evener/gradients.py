@@ -16,39 +16,11 @@ from torch import Tensor
 
 from evener import messages
 from evener.arena import Place, Region, moved, put
-from evener.batches import Cut, TensorForm, narrow
+from evener.batches import Cut
 from evener.exchange import host
 from evener.outputs import joined_in_arena
 from evener.piece import Piece
 from evener.team import Team
-
-
-def cut_gradients(
-    gradients: Sequence[Tensor | None], forms: Sequence[TensorForm], cut: Cut, device: int
-) -> list[Tensor | None]:
-    """The gradients of one device's outputs; that of a mean is weighted as the mean was.
-
-    Args:
-        gradients: those of the joined tensors, or None.
-        forms: the forms of the joined tensors.
-        cut: who has which part of the batch.
-        device: whose part is wanted.
-    """
-    start, stop = cut.parts[device]
-    position = list(cut.parts).index(device)
-
-    def of(gradient: Tensor, form: TensorForm) -> Tensor:
-        if form.is_mean:
-            return (
-                gradient[position] if cut.means_apart else gradient * ((stop - start) / cut.size)
-            )
-        part = narrow(gradient, form.dim or 0, start, stop)
-        return part if form.lengths is None else part[:, : form.lengths[device]]
-
-    return [
-        None if gradient is None else of(gradient, form)
-        for gradient, form in zip(gradients, forms, strict=True)
-    ]
 
 
 def own_gradients(
@@ -151,22 +123,32 @@ class SharedGradients:
 
     Args:
         team: the team.
-        helpers: the devices whose helpers have a piece.
+        piece: the number of the call's pieces.
         layout: the places of the shared tensors from the start of a region.
         num_bytes: the size of such a region.
 
     Attributes:
-        regions: the region of each helper.
+        regions: the region of each device whose gradients are not in private memory here.
     """
 
     def __init__(
-        self, team: Team, helpers: Sequence[int], layout: Sequence[Place], num_bytes: int
+        self,
+        team: Team,
+        piece: int,
+        layout: Sequence[Place],
+        num_bytes: int,
     ) -> None:
         self._team = team
+        self._piece = piece
         self._layout = layout
-        self.regions: dict[int, Region] = {
-            device: team.arena.take(num_bytes) for device in helpers
-        }
+        self._num_bytes = num_bytes
+        self.regions: dict[int, Region] = {}
+
+    def region(self, device: int) -> Region:
+        """The region of one device."""
+        if device not in self.regions:
+            self.regions[device] = self._team.arena.take(self._num_bytes)
+        return self.regions[device]
 
     def add_up(
         self,
@@ -230,13 +212,35 @@ class SharedGradients:
         ]
         places = [self._layout[number] for number in common]
         num_bytes = sum(place.num_bytes for place in places)
-        if len(answers) <= 1 or num_bytes < host.SCATTER_BYTES:
+        helpers = [device for device in self.regions if device and self._team.present[device]]
+        if len(answers) <= 1 or num_bytes < host.SCATTER_BYTES or not helpers:
             return frozenset()
         spans = [
             messages.Span(region.offset, region.num_bytes) for region in self.regions.values()
         ]
-        segments = host.segments(places, len(self.regions))
-        for device, segment in zip(self.regions, segments, strict=True):
+        segments = dict(zip(helpers, host.segments(places, len(helpers)), strict=True))
+        for device, segment in segments.items():
             self._team.post(device, messages.Reduce(spans, segment))
-        self._team.collect(list(self.regions))
+        answered = self._team.collect(helpers)
+        lost = [device for device in helpers if isinstance(answered[device], messages.Lost)]
+        if lost:
+            self._finish([segments[device] for device in lost])
         return frozenset(common)
+
+    def _finish(self, lost: Sequence[list[Place]]) -> None:
+        """Finish the sums of helpers that have died in them, the same numbers in the same order.
+
+        They may have added something to the first region, nobody knows how far. So what was in it
+        is computed once more.
+        """
+        first, *others = self.regions.values()
+        again = self._team.arena.take(self._num_bytes)
+        try:
+            self._team.repeat_backward(next(iter(self.regions)), self._piece, again)
+            for segment in lost:
+                host.add_up([again, *others], segment)
+                for place in segment:
+                    (there,), (here,) = moved([place], first.offset), moved([place], again.offset)
+                    first.tensor(there).copy_(again.tensor(here))
+        finally:
+            again.close()

@@ -1,10 +1,8 @@
-"""A helper: the process that drives one further device of a team.
+"""A helper: what drives one further device of a team, and what it does with each message.
 
-It is started as a plain interpreter that runs :func:`main`, and knows its main process by two
-inherited descriptors alone, the channel's and the arena's. It holds a replica of the user's module
-and, between a forward and its backward, its pieces with their part of the autograd graph. It ends
-when the channel closes or the main process ends, however that happens: a thread of its own waits
-for the main process's descriptor, even while the user's module computes.
+It holds a replica of the user's module and, between a forward and its backward, its pieces with
+their part of the autograd graph. As a rule it is in a process of its own (see ``process``); as a
+guest it works in the main process, for a device that cannot (see ``deputy``).
 """
 
 from __future__ import annotations
@@ -14,12 +12,9 @@ import gc
 import os
 import pickle
 import random
-import select
-import signal
-import socket
 import sys
-import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -29,19 +24,17 @@ from torch import Tensor, nn
 from evener import messages
 from evener.arena import Arena, Place, Region, moved
 from evener.batches import is_joinable
-from evener.channel import Channel, ChannelClosedError
 from evener.compiling import Compiler
 from evener.exchange import host
-from evener.piece import Piece, run_backward, set_flags
-from evener.printing import redirect
+from evener.piece import Piece, own_saved_tensors, run_backward, set_flags
+from evener.portions import Portions
 from evener.replica import complete_main, from_bytes, private_buffers
 from evener.trees import Structure, structure_from_bytes, structure_to_bytes
+from evener.update import Update
 from evener.watch import Watch
 
 #: Tells the code of the user's program that it runs in a helper, by the helper's process number.
 HELPER_VARIABLE = "EVENER_HELPER"
-#: The main process may rest as long as it likes between two calls.
-_FOREVER_S = 1e9
 
 
 class Helper:
@@ -49,10 +42,13 @@ class Helper:
 
     Args:
         arena: the team's arena.
+        is_guest: whether it works in the main process, where it changes nothing but what it is
+            told to, and an interrupt is the user's. Default: no.
     """
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Arena, *, is_guest: bool = False) -> None:
         self._arena = arena
+        self._is_guest = is_guest
         self._whole = arena.whole
         # The replica.
         self._module = nn.Module()
@@ -63,7 +59,7 @@ class Helper:
         self._buffers: list[Tensor] = []
         self._is_seeded = False
         # The pieces, and the regions of their inputs until nothing reads them any more.
-        self._pieces: dict[int, Piece] = {}
+        self._pieces: dict[int, Piece | Portions] = {}
         self._regions: dict[int, Region] = {}
         self._structure: Structure | None = None
         self._sent_structure: Structure | None = None
@@ -89,7 +85,9 @@ class Helper:
         message = request.message
         try:
             reply = actions[type(message)](message)
-        except BaseException as error:  # noqa: BLE001 - the main process raises it again
+        except BaseException as error:
+            if self._is_guest and not isinstance(error, Exception):
+                raise
             self._pieces.pop(getattr(message, "piece", -1), None)
             reply = messages.Failure.of(error)
         freed = [number for number, region in self._regions.items() if not region.in_use]
@@ -98,10 +96,12 @@ class Helper:
         return messages.Reply(reply, freed, start_s, time.perf_counter())
 
     def _load(self, message: messages.Load) -> messages.Done:
-        sys.path[:] = message.sys_path
-        if message.folder is not None:
-            os.chdir(message.folder)
-        self._pieces.clear()
+        if not self._is_guest:
+            sys.path[:] = message.sys_path
+            if message.folder is not None:
+                os.chdir(message.folder)
+        if not message.keeps_pieces:
+            self._pieces.clear()
         self._layout = message.layout
         self._shared = [
             nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
@@ -118,39 +118,51 @@ class Helper:
             tensor.requires_grad_(message.requires_grad[i])
         self._buffers = [self._whole.tensor(place) for place in message.buffers]
         self._module = from_bytes(message.module, self._shared)
-        complete_main(self._module)
         self._modules = list(self._module.modules())
         self._compiler = Compiler()
-        self._is_seeded = False
-        # What is there now will stay: the garbage collector need not look at it again and again.
-        gc.freeze()
+        self._is_seeded = self._is_guest
+        if not self._is_guest:
+            complete_main(self._module)
+            # What is there now will stay: the garbage collector need not look at it each time.
+            gc.freeze()
         return messages.Done()
 
     def _follow(self, message: messages.Follow) -> messages.Done:
-        message.update.apply(self._modules, self._shared, self._buffers)
+        self._apply(message.update)
         return messages.Done()
+
+    def _apply(self, update: Update) -> None:
+        update.apply(self._modules, self._shared, self._whole.tensor)
 
     def _forward(self, message: messages.Forward) -> messages.Outputs:
         if message.structure is not None:
             self._structure = structure_from_bytes(message.structure)
         assert self._structure is not None  # noqa: S101 - the first message brings it
-        message.update.apply(self._modules, self._shared, self._buffers)
+        self._apply(message.update)
         leaves = messages.unpicklable(message.leaves)
         region = self._regions[message.piece] = self._arena.region(*message.span)
-        with message.settings.applied():
+        with message.settings.applied(), self._own_hooks():
             inputs = [
                 region.tensor(leaf.place) if isinstance(leaf, messages.Input) else leaf
                 for leaf in leaves
             ]
             wanted = [isinstance(leaf, messages.Input) and leaf.wanted for leaf in leaves]
             grad = message.settings.grad
-            piece = Piece(inputs, wanted, self._structure, message.seed, grad=grad)
+            piece: Piece | Portions
+            if message.split is None:
+                piece = Piece(inputs, wanted, self._structure, message.seed, grad=grad)
+            else:
+                piece = Portions(
+                    inputs, wanted, self._structure, message.seed, grad=grad, split=message.split
+                )
+            if message.deferred:
+                self._pieces[message.piece] = piece
+                return messages.Outputs(None, [])
             watch = Watch(self._module, self._shared) if message.lead else None
             if not self._is_seeded:
                 _seed_others(message.seed)
                 self._is_seeded = True
-            forward = self._compiler.forward(self._module, self._module.forward)
-            structure = piece.forward(forward)
+            structure = piece.forward(self._function())
         changed = None
         if watch is not None:
             watch.is_stale()
@@ -178,17 +190,20 @@ class Helper:
 
     def _backward(self, message: messages.Backward) -> messages.Gradients:
         piece = self._pieces[message.piece]
-        set_flags(message.flags)
+        set_flags(message.settings.flags)
         self._targets = moved(self._layout, message.target.offset)
         self._present = [False] * len(self._shared)
         self._others = {}
-        outputs, gradients = piece.roots(
-            [place and self._whole.tensor(place) for place in message.gradients]
-        )
+        gradients = [place and self._whole.tensor(place) for place in message.gradients]
         for tensor in piece.inputs:
             tensor.grad = None
-        if outputs:
-            run_backward(outputs, gradients, keep_graph=message.keep_graph)
+        if isinstance(piece, Portions):
+            with message.settings.applied(), self._own_hooks():
+                piece.backward(self._function(), gradients)
+        else:
+            roots = piece.roots(gradients)
+            if roots[0]:
+                run_backward(*roots, keep_graph=message.keep_graph)
         for tensor, place in zip(piece.inputs, message.inputs, strict=True):
             if tensor.grad is not None:
                 self._whole.tensor(place).copy_(tensor.grad)
@@ -197,13 +212,24 @@ class Helper:
             del self._pieces[message.piece]
         return messages.Gradients(self._present, reached, self._others)
 
+    def _function(self) -> Callable[..., Any]:
+        """The replica's forward, compiled as the user's module is."""
+        return self._compiler.forward(self._module, self._module.forward)
+
+    def _own_hooks(self) -> contextlib.AbstractContextManager[None]:
+        return own_saved_tensors() if self._is_guest else contextlib.nullcontext()
+
     def _collector(self, number: int) -> Callable[[Tensor], None]:
         """A hook that moves the gradient of a shared tensor to its place.
 
         It runs as soon as the gradient is ready, while that is still in the core's cache.
         """
+        # torch keeps the hook where the garbage collector cannot see it: it must not hold us.
+        weak = weakref.ref(self)
 
         def collect(tensor: Tensor) -> None:
+            self = weak()
+            assert self is not None  # noqa: S101 - its backward runs
             gradient = tensor.grad
             tensor.grad = None
             if gradient is None:
@@ -243,62 +269,3 @@ def _seed_others(seed: int) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed % 2**32)
-
-
-# ------------------------------------------------------------------ the process
-
-
-def main(
-    channel_fd: int, arena_fd: int, main_pid: int, cores: list[int], *, spin_s: float
-) -> None:
-    """Serve the main process until it ends or closes the channel.
-
-    Args:
-        channel_fd: the inherited descriptor of the channel's socket.
-        arena_fd: the inherited descriptor of the arena.
-        main_pid: the main process.
-        cores: the CPU cores to compute on, one thread on each.
-        spin_s: how long a wait looks before it sleeps.
-    """
-    os.environ[HELPER_VARIABLE] = str(os.getpid())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process, which tells us
-    pidfd = _watch_main_process(main_pid)
-    # The cores may have been taken away, or pinning forbidden: then it is slower, not wrong.
-    with contextlib.suppress(OSError):
-        os.sched_setaffinity(0, cores)
-    torch.set_num_threads(len(cores))
-    helper = Helper(Arena(arena_fd))
-    channel = Channel(socket.socket(fileno=channel_fd), pidfd, spin_s)
-    flush = redirect(channel, _FOREVER_S)
-    channel.send(messages.Reply(messages.Done(), []), _FOREVER_S)
-    while True:
-        try:
-            reply = helper.answer(channel.receive(_FOREVER_S))
-            flush()
-            channel.send(reply, _FOREVER_S)
-        except ChannelClosedError:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            # Not sys.exit: a thread that the user's module left behind must not keep us.
-            os._exit(0)
-
-
-def _watch_main_process(main_pid: int) -> int:
-    """End this process as soon as the main process ends; returns its process descriptor, or -1."""
-    try:
-        pidfd = os.pidfd_open(main_pid)
-    except (AttributeError, OSError):
-        pidfd = -1
-    if os.getppid() != main_pid:  # it ended before it could be watched
-        os._exit(0)
-
-    def watch() -> None:
-        if pidfd >= 0:
-            select.select([pidfd], [], [])
-        else:
-            while os.getppid() == main_pid:
-                time.sleep(0.5)
-        os._exit(0)
-
-    threading.Thread(target=watch, name="evener-watch", daemon=True).start()
-    return pidfd

@@ -29,6 +29,8 @@ from typing import NamedTuple, TypeAlias
 NUM_PHASES = 1024
 #: How many calls of the whole past are kept at most; when there are more, every second one goes.
 NUM_MOMENTS = 1024
+#: How many faults are kept in full.
+NUM_FAULTS = 256
 
 INFERENCE = "inference"  # a forward that no backward can follow
 FORWARD = "forward"
@@ -61,6 +63,18 @@ class Phase(NamedTuple):
     stretches: tuple[Stretch, ...]
 
 
+class Fault(NamedTuple):
+    """A device failed."""
+
+    device: int
+    call: int  # 0 before the first
+    phase: str  # FORWARD, BACKWARD, EXCHANGE, "start", "idle", "load", "output" or "read"
+    cause: str  # what happened to it
+    action: str  # what was done
+    cost_s: float  # until its work was done: waiting in vain, and doing it again
+    at_s: float  # when it was over
+
+
 class Moment(NamedTuple):
     """One call among those kept of the whole past: its shares, and each device's busy seconds."""
 
@@ -82,7 +96,7 @@ class Total:
         waiting_s: seconds of the phases in which it had a share and did neither.
         num_calls: calls in which it had a share.
         num_samples: samples that it had in them.
-        num_faults: how often its helper was lost.
+        num_faults: how often it failed.
     """
 
     busy_s: float = 0.0
@@ -117,6 +131,7 @@ class Journal:
         lasted_s: seconds of all phases together.
         phases: the latest phases, the oldest first.
         moments: calls of the whole past, the oldest first, thinned.
+        faults: the latest faults, the oldest first.
     """
 
     num_devices: int
@@ -125,6 +140,7 @@ class Journal:
     lasted_s: float = 0.0
     phases: deque[Phase] = field(default_factory=lambda: deque(maxlen=NUM_PHASES))
     moments: list[Moment] = field(default_factory=list)
+    faults: deque[Fault] = field(default_factory=lambda: deque(maxlen=NUM_FAULTS))
 
     def __post_init__(self) -> None:
         self.totals = [Total() for _ in range(self.num_devices)]
@@ -163,10 +179,11 @@ class Journal:
                         total.num_samples += share
             self._keep(phase, (start_s, lasted_s, busy_s))
 
-    def fault(self, device: int) -> None:
-        """Note that a device's helper was lost."""
+    def fault(self, fault: Fault) -> None:
+        """Note a fault."""
         with self._lock:
-            self.totals[device].num_faults += 1
+            self.totals[fault.device].num_faults += 1
+            self.faults.append(fault)
 
     def snapshot(self) -> Journal:
         """Give a copy that later calls do not change."""
@@ -175,6 +192,7 @@ class Journal:
             copy.totals = [replace(total) for total in self.totals]
             copy.phases = self.phases.copy()
             copy.moments = self.moments.copy()
+            copy.faults = self.faults.copy()
         return copy
 
     def _keep(self, phase: Phase, part: _Part) -> None:

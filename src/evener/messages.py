@@ -16,6 +16,7 @@ reply, a :class:`Failure` if the user's module raised::
                                         ◄── Gradients   which parameters got one
       Reduce      which segment to sum (three devices or more) ──►  sums it
                                              ◄── Done
+                                             ◄── Lost   in its place, if it has died in it
       Read        a parameter's name, where its values go ───────►  writes them as it has them
                                              ◄── Done
 """
@@ -33,8 +34,11 @@ from torch import Tensor
 
 from evener.arena import Place
 from evener.batches import TensorForm, is_joinable
+from evener.errors import HelperRaisedError, RemoteTraceback
+from evener.memory import is_memory_error
 from evener.pickling import dumps
 from evener.piece import Settings
+from evener.portions import Split
 from evener.update import Update
 
 #: Outputs up to this size travel in the message; it saves a round trip, which costs about as much.
@@ -76,6 +80,7 @@ class Load:
         buffers: where the new values of its private buffers will lie.
         sys_path: where the user's program imports from.
         folder: the working directory of the user's program; None where it has none any more.
+        keeps_pieces: whether the pieces that it holds are still needed.
     """
 
     module: bytes
@@ -86,6 +91,7 @@ class Load:
     buffers: list[Place]
     sys_path: list[str]
     folder: str | None
+    keeps_pieces: bool = False
 
 
 @dataclass
@@ -110,6 +116,8 @@ class Forward:
         settings: the settings of the user's program.
         lead: whether this device's buffers and attributes become the user's afterwards, because
             the first device rests.
+        split: how the piece is to be split, where it is too large for the device.
+        deferred: whether only a backward is wanted, which will run the forward itself.
     """
 
     piece: int
@@ -120,6 +128,8 @@ class Forward:
     seed: int
     settings: Settings
     lead: bool
+    split: Split | None = None
+    deferred: bool = False
 
 
 @dataclass
@@ -145,7 +155,7 @@ class Backward:
         target: the region for the gradients of the shared tensors, laid out as they are.
         inputs: where the gradients of the inputs that want one go.
         keep_graph: whether another backward may follow.
-        flags: those of the main process.
+        settings: those of the user's program in the forward, with the flags as they are now.
     """
 
     piece: int
@@ -153,7 +163,7 @@ class Backward:
     target: Span
     inputs: list[Place]
     keep_graph: bool
-    flags: tuple[Any, ...]
+    settings: Settings
 
 
 @dataclass
@@ -180,6 +190,11 @@ class Read:
 @dataclass
 class Done:
     """A request was carried out."""
+
+
+@dataclass
+class Lost:
+    """In the place of an answer: the device is gone, and its part of the sum is not finished."""
 
 
 @dataclass
@@ -221,11 +236,13 @@ class Failure:
         exception: its bytes; None if it cannot be sent.
         summary: its type and message as text.
         traceback: the helper's traceback as text.
+        is_memory: whether the device had no memory left.
     """
 
     exception: bytes | None
     summary: str
     traceback: str
+    is_memory: bool = False
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
@@ -237,7 +254,20 @@ class Failure:
             pickle.loads(data)  # noqa: S301 - some exceptions can be sent and not be put together
         except Exception:  # noqa: BLE001 - whatever a user's exception does
             data = None
-        return cls(data, summary, text)
+        return cls(data, summary, text, is_memory_error(error))
+
+    def error(self, label: str) -> BaseException:
+        """The exception, with its traceback as its cause.
+
+        Args:
+            label: that of the device.
+        """
+        if self.exception is None:
+            error: BaseException = HelperRaisedError(f"on {label}: {self.summary}")
+        else:
+            error = pickle.loads(self.exception)  # noqa: S301 - from a process of our own team
+        error.__cause__ = RemoteTraceback(label, self.traceback)
+        return error
 
 
 class Request(NamedTuple):
@@ -248,14 +278,9 @@ class Request(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """What a helper sends.
+    """What a helper sends: the answer, and pieces whose inputs it no longer reads.
 
-    Attributes:
-        message: the answer.
-        freed: pieces whose inputs it no longer reads.
-        start_s: when it began with the request, in seconds of ``time.perf_counter``: on Linux that
-            is one clock for all processes.
-        end_s: when it was done.
+    It began and ended in seconds of ``time.perf_counter``, on Linux one clock for all processes.
     """
 
     message: Any

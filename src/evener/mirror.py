@@ -20,6 +20,7 @@ from evener.contents import hidden_gradients
 from evener.errors import ModuleError
 from evener.pickling import COMPILE_NAME
 from evener.replica import adopt, give_back, private_buffers, shared_tensors, to_bytes
+from evener.state import State, Told, told, told_first
 from evener.team import Team
 from evener.update import Update
 from evener.watch import Watch
@@ -47,6 +48,7 @@ class Mirror:
         self.shared: list[Tensor] = []
         self.layout: list[Place] = []
         self.layout_bytes = 0
+        self._told: dict[int, Told] = {}
         self._install(module)
 
     def refresh(self, module: nn.Module, *, everything: bool = False) -> Update:
@@ -62,12 +64,35 @@ class Mirror:
         if self._watch.is_stale() or (self._watch.has_moved() and not self._moved_back()):
             self._install(module)
         update = self._watch.update(everything=everything)
-        if update.buffers:
-            # What a helper may still read was sent for a call that is over.
-            with torch.no_grad():
-                for number in update.buffers:
-                    self._buffers[number].copy_(self._watch.buffers[number])
+        numbers = self._watch.new_buffers
+        if numbers:
+            # Each time in a new place: a call may need what was there before (see ``state``).
+            buffers = {number: self._watch.buffers[number] for number in numbers}
+            new = told(self._team.arena, buffers)
+            update.buffers = {number: each.place for number, each in new.items() if each.place}
+            self._told = self._told | new
+        self._catch_up(module)
         return update
+
+    @property
+    def state(self) -> State:
+        """What the module is like before the call that :meth:`refresh` was asked for."""
+        return State(self._watch.attributes, self._watch.requires_grad, self._told)
+
+    def load(self, module: nn.Module, state: State) -> tuple[messages.Load, Update]:
+        """What makes a replica as it was in a state, without touching the others."""
+        update = state.update_from(module, self.shared, self._team.arena)
+        return self._load_message(to_bytes(module, self.shared)), update
+
+    def _catch_up(self, module: nn.Module) -> None:
+        """Send the module to the helpers that have no replica yet, or one that is not right."""
+
+        def load() -> messages.Load:
+            message = self._load_message(to_bytes(module, self.shared))
+            message.keeps_pieces = True
+            return message
+
+        self._team.load(load, everybody=False)
 
     def accept(self) -> None:
         """Take the module's attributes as they are: its own forward has just run."""
@@ -76,13 +101,13 @@ class Mirror:
     def take_attributes(self, module: nn.Module, changed: Update) -> None:
         """Make the attributes that a leading helper's forward changed the user's."""
         attributes = Update(attributes=changed.attributes, removed=changed.removed)
-        attributes.apply(list(module.modules()), self.shared, [])
+        attributes.apply(list(module.modules()), self.shared, self._regions[1].tensor)
 
     def take_buffers(self, module: nn.Module) -> None:
         """Make the buffers that a leading helper left in the arena the user's."""
         with torch.no_grad():
             own = private_buffers(module).values()
-            for buffer, values in zip(own, self._buffers, strict=True):
+            for buffer, values in zip(own, self._returned, strict=True):
                 buffer.copy_(values)
 
     def read(self, device: int, name: str, like: Tensor) -> Tensor:
@@ -151,29 +176,31 @@ class Mirror:
             adopt(self.shared, moved(self.layout, region.offset), region)
             places, num_bytes = lay_out(private)
             buffer_region = team.arena.take(num_bytes)
-            places = moved(places, buffer_region.offset)
-            self._buffers = [buffer_region.tensor(place) for place in places]
+            self._places = moved(places, buffer_region.offset)
+            self._returned = [buffer_region.tensor(place) for place in self._places]
         self._regions = [region, buffer_region]
+        team.load(lambda: self._load_message(data), everybody=True)
+        _warn_of_hidden(module, self.shared)
+        self._watch = Watch(module, self.shared, COMPILE_NAME)
+        with torch.inference_mode(mode=False):
+            self._told = told_first(team.arena, self._watch.told_buffers())
+
+    def _load_message(self, data: bytes) -> messages.Load:
         try:
             folder: str | None = os.getcwd()
         except OSError:  # it was deleted
             folder = None
-        load = messages.Load(
+        region = self._regions[0]
+        return messages.Load(
             module=data,
             layout=self.layout,
             shared=messages.Span(region.offset, region.num_bytes),
             parameters=[isinstance(tensor, nn.Parameter) for tensor in self.shared],
             requires_grad=[tensor.requires_grad for tensor in self.shared],
-            buffers=places,
+            buffers=self._places,
             sys_path=list(sys.path),
             folder=folder,
         )
-        helpers = range(1, len(team.devices))
-        for device in helpers:
-            team.post(device, load)
-        team.collect(helpers)
-        _warn_of_hidden(module, self.shared)
-        self._watch = Watch(module, self.shared, COMPILE_NAME)
 
 
 def _warn_of_hidden(module: nn.Module, shared: list[Tensor]) -> None:

@@ -21,13 +21,14 @@ from torch.jit import ScriptModule
 
 from evener.balance import Balancer
 from evener.compiling import Compiler, surrounding
-from evener.data_parallel import DataWay, Policy
+from evener.data_parallel import DataWay
 from evener.devices import Device, DevicesSpec, devices
 from evener.dims import Dims
 from evener.errors import DeviceError, ModuleError
 from evener.helper import HELPER_VARIABLE
 from evener.journal import Journal
 from evener.pickling import COMPILE_NAME, STATE_NAME
+from evener.policies import Policy
 from evener.shares import FixedShares, weights_of
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -59,7 +60,8 @@ def parallelize(
     how: str = "data",
     *,
     shares: str | Sequence[float] = "auto",
-    timeout_s: float = 600.0,
+    timeout_s: float | None = None,
+    restarts: int = 3,
     in_dims: Any = 0,
     out_dims: Any = 0,
 ) -> ModuleT:
@@ -79,8 +81,11 @@ def parallelize(
             cut so that all are done at the same time; a device that costs more than it brings
             gets nothing. Or ``"even"``, or one number a device such as ``(3, 1)``, in whose
             proportion batches are cut; zero lets a device rest.
-        timeout_s: how long a device may take for one forward or backward before it is given up,
-            in seconds.
+        timeout_s: how long a device may take for one forward or backward, in seconds, before its
+            helper counts as dead. Default: fifty times what is usual, one minute at least; ten
+            minutes for what it has not done before, such as the first call.
+        restarts: how many times a device gets a new helper after a death; the next death leaves
+            it out. What a helper that died had to do is done by others.
         in_dims: in which dimension of the inputs the batch lies, as in ``torch.vmap``: a number
             for all tensors (default 0), None for what every device gets as it is, a tuple with
             an entry for each positional argument, each again a number, None or a tree of them,
@@ -97,7 +102,8 @@ def parallelize(
         SharesError: if ``shares`` is not one number a device.
         ModuleError: if the module is parallel already, or cannot be made so.
         TypeError: if ``in_dims`` or ``out_dims`` holds anything but numbers and None.
-        ValueError: if ``how`` is not known, or ``timeout_s`` is not above zero.
+        ValueError: if ``how`` is not known, or ``timeout_s`` is not above zero, or
+            ``restarts`` is negative.
 
     Example:
         >>> model = parallelize(nn.Linear(2, 1), "cpu:0")
@@ -124,15 +130,17 @@ def parallelize(
         )
     if how != "data":
         raise ValueError(f'how={how!r} is not known; this version has "data"')
-    if not timeout_s > 0:
-        raise ValueError(f"timeout_s={timeout_s!r}: expected seconds above zero")
+    if timeout_s is not None and not timeout_s > 0:
+        raise ValueError(f"timeout_s={timeout_s!r}: expected seconds above zero, or None")
+    if not isinstance(restarts, int) or restarts < 0:
+        raise ValueError(f"restarts={restarts!r}: expected a whole number, zero or more")
     found = _devices(devices)
     weights = weights_of(shares, len(found))
     dims = Dims(in_dims, out_dims)
     way = None
     if len(found) > 1:
         _check_drivable(found)
-        way = DataWay(found, _policies(weights, len(found)), timeout_s, dims)
+        way = DataWay(found, _policies(weights, len(found)), timeout_s, restarts, dims)
     plain = type(module)
     state = _State(plain, way, found)
     if way is not None:

@@ -14,7 +14,7 @@ import pkgutil
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
@@ -70,6 +70,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             name = _name_of(obj)
             if name is not None:
                 return pkgutil.resolve_name, (name,)
+        if isinstance(obj, CodeType):
+            # cloudpickle 3.1.3 forgets the file; a helper's traceback is to show the user's line.
+            return _code_of_file, (obj.co_filename, *self.dispatch_table[CodeType](obj))
         if isinstance(obj, (type, FunctionType)):
             self._send_by_value_unless_importable(obj)
         return super().reducer_override(obj)
@@ -85,6 +88,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if module is not None and module.__name__ not in known and not _is_importable(module):
             cloudpickle.register_pickle_by_value(module)
             self.by_value.append(module)
+
+
+def _code_of_file(path: str, kind: type[CodeType], args: tuple[Any, ...]) -> CodeType:
+    return kind(*args).replace(co_filename=path)
 
 
 def _name_of(obj: ModuleType) -> str | None:

@@ -16,7 +16,6 @@ What a program does in its pauses, as for a checkpoint or to evaluate, does not 
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,9 +23,9 @@ from dataclasses import asdict, dataclass
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from evener import chart
+from evener import chart, table
 from evener.errors import ModuleError
-from evener.journal import Call, Journal, Moment, calls_of, intervals_s
+from evener.journal import Call, Fault, Journal, Moment, calls_of, intervals_s
 from evener.pickling import STATE_NAME
 
 if TYPE_CHECKING:
@@ -36,8 +35,12 @@ if TYPE_CHECKING:
 
 #: How many of the latest calls the speeds are taken from.
 NUM_RECENT = 100
-#: Characters of a line of the table.
-WIDTH = 100
+#: How many of the latest faults are shown under the table.
+NUM_SHOWN = 8
+HEADINGS = (
+    "device,name,share,own\nsamples/s,now\nsamples/s,busy\ns,exchange\ns,waiting\ns,busy\n%,"
+    "calls,faults"
+)
 
 
 @dataclass(frozen=True)
@@ -94,11 +97,13 @@ class Report:
         num_calls: calls of the module.
         lasted_s: seconds of all calls, forward and backward.
         moments: calls of the whole past, thinned evenly, the oldest first.
+        faults: what went wrong with devices, its cause and cost, the latest 256, the oldest first.
     """
 
     def __init__(self, devices: Sequence[Device], journal: Journal) -> None:
         self._phases = tuple(journal.phases)
         self.moments: tuple[Moment, ...] = tuple(journal.moments)
+        self.faults: tuple[Fault, ...] = tuple(journal.faults)
         self.num_calls = journal.num_calls
         self.lasted_s = journal.lasted_s
         # Not the last phase: the last backward may be that of an earlier call.
@@ -138,11 +143,6 @@ class Report:
         return f"<Report of {len(self.devices)} devices after {self.num_calls} calls>"
 
     def __str__(self) -> str:
-        from rich.box import SIMPLE  # noqa: PLC0415 - only who prints needs it
-        from rich.console import Console  # noqa: PLC0415
-        from rich.table import Table  # noqa: PLC0415
-        from rich.text import Text  # noqa: PLC0415
-
         all_of = {
             name: sum(getattr(device, name) for device in self.devices)
             for name in ("share", "busy_s", "exchange_s", "waiting_s", "num_samples", "num_faults")
@@ -157,34 +157,8 @@ class Report:
             num_calls=self.num_calls,
             **all_of,
         )
-        shown = Table(box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False, show_footer=True)
-        shown.add_column("device", together.label, no_wrap=True)
-        # Of all columns only this one may shrink: a number that is cut says something else.
-        shown.add_column("name", overflow="ellipsis")
-        headings = "share,own\nsamples/s,now\nsamples/s,busy\ns,exchange\ns,waiting\ns,busy\n%"
-        footers = _numbers(together)
-        for heading, footer in zip(
-            (*headings.split(","), "calls", "faults"), footers, strict=True
-        ):
-            shown.add_column(heading, footer, justify="right", no_wrap=True)
-        for device in self.devices:
-            name = Text(device.name, no_wrap=True, overflow="ellipsis")
-            shown.add_row(device.label, name, *_numbers(device))
-        # Text for whoever prints it: no colours, whatever the terminal, and no HTML in a notebook.
-        console = Console(
-            file=io.StringIO(),
-            width=WIDTH,
-            force_terminal=False,
-            force_jupyter=False,
-            color_system=None,
-            markup=False,
-            emoji=False,
-            highlight=False,
-        )
-        with console.capture() as captured:
-            console.print(shown)
-        lines = [line.rstrip() for line in captured.get().splitlines()]
-        return "\n".join([*(line for line in lines if line), self._summary()])
+        shown = table.text(HEADINGS.split(","), map(_cells, self.devices), _cells(together))
+        return "\n".join([shown, self._summary(), *self._told_faults()])
 
     def _summary(self) -> str:
         if not self.num_calls and len(self.devices) == 1:
@@ -197,6 +171,20 @@ class Report:
             f"Now {_rate(self.now_samples_per_s)} samples/s: {self.reached:.0%} of the"
             f" {_rate(self.own_samples_per_s)} that the devices do in seconds of their own work."
         )
+
+    def _told_faults(self) -> Iterator[str]:
+        """Give a line for each of the latest faults, and what all of them have cost."""
+        total = sum(device.num_faults for device in self.devices)
+        if not total:
+            return
+        shown = self.faults[-NUM_SHOWN:]
+        yield f"Faults: {total}; {_seconds(sum(fault.cost_s for fault in self.faults))} lost."
+        if len(shown) < total:
+            yield f"The latest {len(shown)}:"
+        for fault in shown:
+            when = f"call {fault.call}, {fault.phase}" if fault.call else fault.phase
+            device = self.devices[fault.device].label
+            yield f"  {device}, {when}: {fault.cause}; {fault.action} ({_seconds(fault.cost_s)})"
 
     def to_json(self) -> str:
         """Give everything in this report but the trace, as JSON.
@@ -213,6 +201,7 @@ class Report:
             "lasted_s": self.lasted_s,
             "devices": [asdict(device) for device in self.devices],
             "moments": [moment._asdict() for moment in self.moments],
+            "faults": [fault._asdict() for fault in self.faults],
         }
         return json.dumps(_finite(told), allow_nan=False)
 
@@ -235,8 +224,8 @@ class Report:
     def trace(self, path: str | PathLike[str]) -> None:
         """Write what the devices did in the latest calls, for https://ui.perfetto.dev.
 
-        Each device is a row of events named forward, backward, inference, exchange and waiting.
-        The file also loads into ``chrome://tracing``.
+        Each device is a row of events named forward, backward, inference, exchange and waiting;
+        faults are marks in it. The file also loads into ``chrome://tracing``.
 
         Args:
             path: the file to write, in the `Trace Event Format
@@ -245,7 +234,7 @@ class Report:
         Raises:
             OSError: if the file cannot be written.
         """
-        chart.trace([device.label for device in self.devices], self._phases, path)
+        chart.trace([device.label for device in self.devices], self._phases, path, self.faults)
 
 
 def report(module: nn.Module) -> Report:
@@ -298,16 +287,23 @@ def _rate(per_s: float | None) -> str:
     return f"{per_s:.0f}" if per_s >= 100 else f"{per_s:.3g}"  # noqa: PLR2004 - three digits
 
 
-def _numbers(device: DeviceReport) -> Iterator[str]:
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.0f} ms"
+
+
+def _cells(device: DeviceReport) -> list[str]:
     """Give what the table says of a device."""
-    yield str(device.share)
-    yield _rate(device.own_samples_per_s)
-    yield _rate(device.now_samples_per_s)
-    for seconds in (device.busy_s, device.exchange_s, device.waiting_s):
-        yield f"{seconds:.1f}"
-    yield "-" if device.utilisation is None else f"{100 * device.utilisation:.0f}"
-    yield str(device.num_calls)
-    yield str(device.num_faults)
+    return [
+        device.label,
+        device.name,
+        str(device.share),
+        _rate(device.own_samples_per_s),
+        _rate(device.now_samples_per_s),
+        *(f"{s:.1f}" for s in (device.busy_s, device.exchange_s, device.waiting_s)),
+        "-" if device.utilisation is None else f"{100 * device.utilisation:.0f}",
+        str(device.num_calls),
+        str(device.num_faults),
+    ]
 
 
 def _finite(value: Any) -> Any:

@@ -25,7 +25,7 @@ class Run:
         mirror: keeps the replicas equal to the module.
         num_calls: how many there were; the pieces of a call have its number.
         received: the structure of the outputs that each device sent last.
-        sent: the structure of the inputs that each device was sent last.
+        sent: for each device which of its helpers was sent inputs last, and their structure.
         forwards: the timings of calls that have ended without a backward, the latest.
     """
 
@@ -34,7 +34,7 @@ class Run:
         self.mirror = Mirror(module, team)
         self.num_calls = 0
         self.received: dict[int, Structure] = {}
-        self.sent: dict[int, Structure] = {}
+        self.sent: dict[int, tuple[int, Structure]] = {}
         self.forwards: deque[Timing] = deque(maxlen=8)
 
     def settle(self) -> None:

@@ -141,6 +141,20 @@ def share_by_cost(
     return tuple(shares)
 
 
+def enough(batch: int, caps: Sequence[float]) -> list[float]:
+    """Caps that leave room for a batch: the same, or a multiple, where that is too little.
+
+    A device that gets more than it can hold does it in several portions.
+
+    Example:
+        >>> enough(10, (2, 0, 3)), enough(5, (2, 0, 3))
+        ([4, 0, 6], [2, 0, 3])
+    """
+    total = sum(caps)
+    times = max(1, math.ceil(batch / total)) if 0 < total < math.inf else 1
+    return [cap if cap == math.inf else cap * times for cap in caps]
+
+
 def _done_s(batch: int, costs: Sequence[Cost], limits: Sequence[float]) -> float:
     """When the batch is done, if samples could be cut."""
     # By T a device does nothing until its fixed seconds are over, then a constant number of
@@ -230,14 +244,21 @@ class FixedShares:
 
     def __init__(self, weights: Sequence[float]) -> None:
         self._weights = tuple(weights)
+        self._caps = [math.inf] * len(weights)
+
+    def limit(self, caps: Sequence[float]) -> None:
+        """Set the most samples of each device; what is above goes to others in proportion."""
+        self._caps = list(caps)
 
     def choose(self, batch: int) -> Choice:
         """The shares of a batch."""
-        return Choice(share_out(batch, self._weights), measured=False)
-
-    def fresh(self) -> FixedShares:
-        """The same."""
-        return self
+        shares = share_out(batch, self._weights)
+        if any(share > cap for share, cap in zip(shares, self._caps, strict=True)):
+            caps = enough(batch, self._caps)
+            # Who is to rest works only if there is nobody else.
+            costs = [Cost(0.0, 1 / max(weight, 1e-9)) for weight in self._weights]
+            shares = share_by_cost(batch, costs, caps)
+        return Choice(shares, measured=False)
 
     def guess(self, batch: int) -> Choice:
         """The same."""

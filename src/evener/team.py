@@ -7,62 +7,40 @@
       └─ channel ── helper ── device 2
            arena: one memory for all
 
-A request is posted to a helper and answered by one reply. A call that is interrupted may leave
-requests unanswered; :meth:`Team.settle`, at the start of the next call, waits for them and forgets
-the answers. A helper that ends or stops answering ends the team: every helper is stopped, the
-error says which device and why, and the next call starts a new team.
+A request is posted to a device and answered by one reply, whatever happens to its helper. If that
+dies, hangs or has no memory left, what was asked is done again (see ``recovery``), and a new
+helper starts in the background (see ``roster``)::
+
+    post ──► helper ──✗
+    receive ◄── the same answer ◄── the main process, or another helper
+
+A call that is interrupted may leave requests unanswered; :meth:`Team.settle`, at the start of the
+next call, waits for them and forgets the answers.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import pickle
-import signal
-import socket
-import subprocess
-import sys
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
-from evener import allocator, messages
+from evener import messages
 from evener.arena import Arena, Region
-from evener.channel import Channel, ChannelClosedError, ChannelTimeoutError
+from evener.deputy import Deputy
 from evener.devices import Device
-from evener.errors import HelperDiedError, HelperRaisedError, HelperStartError, RemoteTraceback
+from evener.faults import Faults
 from evener.journal import Journal
-from evener.printing import Printed
+from evener.member import LOST, Member
+from evener.recovery import Recovery
+from evener.roster import Roster
+from evener.seat import Asked
+from evener.work import Work
 
-#: How long a wait looks before it sleeps. It bridges a user's optimizer step on a small model.
-SPIN_S = 0.002
-#: A helper imports torch, which takes about a second, and much longer on a cold disk.
-START_TIMEOUT_S = 300.0
-#: How long a helper that is told to end has before it is killed.
-STOP_TIMEOUT_S = 1.0
-
-_PROGRAM = """\
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
-from evener.helper import main
-main(*json.loads(sys.argv[2]), spin_s=float(sys.argv[3]))
-"""
-
-
-class _Member:
-    """One helper, as the main process sees it."""
-
-    def __init__(self, device: Device, process: subprocess.Popen[bytes], channel: Channel) -> None:
-        self.device = device
-        self.process = process
-        self.channel = channel
-        self.num_unanswered = 0
-        #: The regions of the inputs of its pieces, until it says that nothing reads them.
-        self.regions: dict[int, Region] = {}
-        #: Pieces that it may forget; told with the next request.
-        self.dropped: deque[int] = deque()
+#: The first pieces of a new helper take longer than usual.
+WARM_PIECES = 2
 
 
 class Team:
@@ -70,8 +48,8 @@ class Team:
 
     Args:
         devices: the devices, two or more; the first is the main process's.
-        timeout_s: how long one answer may take.
-        journal: is told of lost helpers. Default: nobody is.
+        timeout_s: how long one answer may take. Default: it follows what was measured.
+        faults: is told of those that fail. Default: nobody is.
 
     Attributes:
         devices: the devices.
@@ -79,6 +57,7 @@ class Team:
         is_running: false once the helpers have been stopped.
         worked: (device, start, end) of each answer, in seconds of ``time.perf_counter``, since
             the list was last cleared.
+        faults: what is to be done, and told, about devices that fail.
 
     Raises:
         HelperStartError: if a helper does not start.
@@ -86,81 +65,131 @@ class Team:
     """
 
     def __init__(
-        self, devices: Sequence[Device], timeout_s: float, journal: Journal | None = None
+        self,
+        devices: Sequence[Device],
+        timeout_s: float | None = None,
+        faults: Faults | None = None,
     ) -> None:
         self.devices = list(devices)
         self.is_running = True
         self.worked: list[tuple[int, float, float]] = []
-        self._journal = journal
-        self._timeout_s = timeout_s
+        self.faults = faults or Faults(self.devices, Journal(len(devices)), restarts=0)
         self._main_pid = os.getpid()
-        self._members: list[_Member] = []
-        used: list[int] = [core for device in devices for core in device.cores]
-        # Who shares a core with another device must not keep it busy by looking.
-        self._spin_s = SPIN_S if len(used) == len(set(used)) else 0.0
         self.arena = Arena()
         try:
-            for device in devices[1:]:
-                self._members.append(self._start(device))
-            for i in range(1, len(devices)):
-                self._members[i - 1].num_unanswered = 1
-                self._await_start(i)
+            self._roster = Roster(self.devices, self.arena, self.faults, timeout_s, self.worked)
         except BaseException:
-            self.stop()
+            self.arena.close()
             raise
+        self._seats = self._roster.seats
+        self._recovery = Recovery(self._roster, self.faults, self.arena)
 
     # -------------------------------------------------------------- speaking
 
-    def post(self, device: int, message: Any) -> None:
-        """Send a request to the helper of a device; every post is followed by one receive.
+    def post(self, device: int, message: Any, work: Work | None = None) -> None:
+        """Send a request to a device; every post is followed by one receive.
 
-        Raises:
-            HelperDiedError: if the helper has ended. The team is stopped.
+        Args:
+            device: its number.
+            message: the request's message.
+            work: with a Forward, what it takes to have it done again.
         """
-        member = self._members[device - 1]
-        dropped = [member.dropped.popleft() for _ in range(len(member.dropped))]
-        member.num_unanswered += 1
-        try:
-            member.channel.send(messages.Request(message, dropped), self._timeout_s)
-        except (ChannelClosedError, ChannelTimeoutError) as error:
-            self._lose(member, error)
+        seat = self._seats[device]
+        holder: Any = seat.member if device else None
+        if work is not None:
+            seat.works[message.piece] = work
+            work.holder = holder
+            if seat.member is not None:
+                seat.member.num_pieces += 1
+        elif isinstance(message, (messages.Write, messages.Backward)):
+            work = seat.works.get(message.piece)
+            if work is not None:
+                holder = work.holder
+        if work is not None and isinstance(message, messages.Backward):
+            work.backward = message
+            if work.is_split:  # its forward is run with it, from the start
+                holder = None
+        asked = Asked(message, holder, time.perf_counter())
+        seat.asked.append(asked)
+        if isinstance(holder, Member):
+            try:
+                holder.send(message, None if work is None else work.size)
+            except LOST as error:
+                asked.error = error
 
     def receive(self, device: int) -> Any:
-        """Wait for the answer to the last request to a device's helper.
+        """Wait for the answer to the last request to a device.
 
         Returns:
-            The reply's message; a ``Failure`` is returned, not raised, so that the answers of the
-            other devices can be received first.
+            The reply's message. A ``Failure`` is returned, not raised, so that the answers of the
+            other devices can be received first; ``Lost`` where a sum was not finished.
 
         Raises:
-            HelperDiedError: if the helper ends, or does not answer in time. The team is stopped.
+            HelperDiedError: if the helper has died, and what was asked cannot be done again.
         """
-        member = self._members[device - 1]
-        end = time.monotonic() + self._timeout_s
-        try:
-            while isinstance(
-                reply := member.channel.receive(max(0.0, end - time.monotonic())), Printed
-            ):
-                reply.show()
-        except (ChannelClosedError, ChannelTimeoutError) as error:
-            self._lose(member, error)
-        member.num_unanswered -= 1
-        self.worked.append((device, reply.start_s, reply.end_s))
-        for piece in reply.freed:
-            member.regions.pop(piece).close()
-        return reply.message
+        seat = self._seats[device]
+        asked = seat.asked[0]
+        work = seat.works.get(getattr(asked.message, "piece", 0))
+        error: Exception | None = None
+        answer: Any = None
+        if asked.holder is not None and asked.holder is seat.member:
+            try:
+                answer = seat.hear(asked, work)
+            except LOST as lost:
+                error = lost
+        else:
+            seat.asked.popleft()
+            if isinstance(asked.holder, Deputy):
+                answer = asked.holder.ask(asked.message)
+        if answer is None:
+            return self._recovery.after_death(seat, asked, work, error)
+        if isinstance(answer, messages.Failure) and answer.is_memory and work is not None:
+            return self._recovery.without_memory(seat, asked, work, answer)
+        return answer
 
-    def collect(self, devices: Sequence[int]) -> None:
+    def smaller(self, device: int, work: Work, message: Any, failure: messages.Failure) -> Any:
+        """The answer of the main process's own device, which has no memory for so much.
+
+        Args:
+            device: its number.
+            work: the piece.
+            message: the Forward or Backward that it failed in.
+            failure: how it failed.
+        """
+        seat = self._seats[device]
+        seat.works[work.forward.piece] = work
+        asked = Asked(message, None, time.perf_counter())
+        return self._recovery.without_memory(seat, asked, work, failure)
+
+    def collect(self, devices: Iterable[int]) -> dict[int, Any]:
         """Receive the answers of several devices of which nothing but success is expected.
 
+        Returns:
+            The answer of each.
+
         Raises:
-            HelperDiedError: as :meth:`receive`.
             BaseException: what a helper answered with, the first one's, when all have answered.
         """
-        answers = [(device, self.receive(device)) for device in devices]
-        for device, answer in answers:
+        answers = {device: self.receive(device) for device in devices}
+        for device, answer in answers.items():
             if isinstance(answer, messages.Failure):
                 raise self.error_of(device, answer)
+        return answers
+
+    def repeat_backward(self, device: int, piece: int, target: Region) -> None:
+        """Run the last backward of a device's piece once more, here, for other memory.
+
+        Args:
+            device: its number.
+            piece: that of the call.
+            target: where the gradients of the shared tensors go.
+        """
+        work = self._seats[device].works[piece]
+        assert work.backward is not None  # noqa: S101 - it has just been
+        message = replace(work.backward, target=messages.Span(target.offset, target.num_bytes))
+        answer = work.again(message, self._recovery.deputy(self._seats[device]).ask)
+        if isinstance(answer, messages.Failure):
+            raise self.error_of(device, answer)
 
     def settle(self) -> list[tuple[int, Any]]:
         """Receive what an interrupted call has left unanswered.
@@ -169,147 +198,95 @@ class Team:
             (device, answer) for each.
         """
         answers = []
-        for i, member in enumerate(self._members, start=1):
-            if member.channel.broken:
-                self.stop()
-                raise HelperDiedError(
-                    f"a message to the helper of {member.device.label} was interrupted halfway; "
-                    "the helpers were stopped, and the next call starts new ones"
-                )
-            while member.num_unanswered:
-                answers.append((i, self.receive(i)))
+        for seat in self._seats[1:]:
+            if seat.member is not None and seat.member.channel.broken:
+                self._roster.dismiss(seat)  # a message was interrupted halfway
+            while seat.asked:
+                asked = seat.asked[0]
+                if seat.member is None or asked.holder is not seat.member:
+                    seat.asked.popleft()
+                    continue
+                try:
+                    answers.append((seat.number, seat.hear(asked, None)))
+                except LOST as error:
+                    since_s = time.perf_counter()
+                    cause = self._roster.bury(seat, error)
+                    self._roster.note(seat, "idle", cause, since_s)
         return answers
 
     def keep(self, device: int, piece: int, region: Region) -> None:
-        """Keep the region of a piece's inputs until the helper no longer reads them."""
-        self._members[device - 1].regions[piece] = region
+        """Keep the region of a piece's inputs until nobody reads them any more."""
+        self._seats[device].regions[piece] = region
 
-    def drop(self, devices: Sequence[int], piece: int) -> None:
-        """Let helpers forget a piece. May be called at any time, by the garbage collector too."""
+    def drop(self, devices: Iterable[int], piece: int) -> None:
+        """Let devices forget a piece. May be called at any time, by the garbage collector too."""
         if self.is_running and os.getpid() == self._main_pid:
             for device in devices:
-                self._members[device - 1].dropped.append(piece)
+                self._seats[device].forget(piece)
 
     def error_of(self, device: int, failure: messages.Failure) -> BaseException:
-        """The exception of a helper, with the helper's traceback as its cause."""
-        label = self.devices[device].label
-        if failure.exception is None:
-            error: BaseException = HelperRaisedError(f"on {label}: {failure.summary}")
-        else:
-            error = pickle.loads(failure.exception)  # noqa: S301 - from our own helper
-        error.__cause__ = RemoteTraceback(label, failure.traceback)
-        return error
+        """The exception of a device, with the helper's traceback as its cause."""
+        return failure.error(self.devices[device].label)
 
-    # -------------------------------------------------------------- starting
+    # -------------------------------------------------------------- who is there
 
-    def _start(self, device: Device) -> _Member:
-        ours, theirs = socket.socketpair()
-        arguments = [theirs.fileno(), self.arena.fd, self._main_pid, list(device.cores)]
-        if not sys.executable:
-            raise HelperStartError("helpers need a Python interpreter; sys.executable is empty")
-        with theirs:
-            try:
-                process = subprocess.Popen(  # noqa: S603 - our own interpreter, our own program
-                    [
-                        sys.executable,
-                        *subprocess._args_from_interpreter_flags(),  # type: ignore[attr-defined]
-                        "-c",
-                        _PROGRAM,
-                        json.dumps(sys.path),
-                        json.dumps(arguments),
-                        str(self._spin_s),
-                    ],
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(), self.arena.fd),
-                    env={**os.environ, **_environment(device)},
-                )
-            except OSError as error:
-                ours.close()
-                raise HelperStartError(
-                    f"the helper of {device.label} could not be started: {error}"
-                ) from error
-        try:
-            pidfd = os.pidfd_open(process.pid)
-        except (AttributeError, OSError):
-            pidfd = -1
-        return _Member(device, process, Channel(ours, pidfd, self._spin_s))
+    @property
+    def present(self) -> list[bool]:
+        """Which devices can be given work."""
+        return [seat.member is not None or not seat.number for seat in self._seats]
 
-    def _await_start(self, device: int) -> None:
-        member = self._members[device - 1]
-        try:
-            member.channel.receive(START_TIMEOUT_S)
-        except (ChannelClosedError, ChannelTimeoutError) as error:
-            cause = _cause_of_death(member.process, error, START_TIMEOUT_S)
-            raise HelperStartError(
-                f"the helper of {member.device.label} did not start: {cause}; what it printed "
-                "stands above"
-            ) from None
-        member.num_unanswered = 0
+    @property
+    def expected(self) -> list[bool]:
+        """Which devices have a helper, or will have one."""
+        seats = self._seats
+        return [s.member is not None or s.coming is not None or not s.number for s in seats]
 
-    # -------------------------------------------------------------- ending
+    @property
+    def is_warming(self) -> bool:
+        """Whether a helper has so little experience that its times do not tell how fast it is."""
+        new = [seat.member for seat in self._seats if seat.num_deaths]
+        return any(each is not None and each.num_pieces <= WARM_PIECES for each in new)
+
+    def generation(self, device: int) -> int:
+        """How many helpers a device has had: what one was told the next does not know."""
+        return self._seats[device].generation
+
+    def tend(self) -> None:
+        """Look after the helpers between two calls: those that died, and those that come."""
+        self._roster.tend()
+
+    def load(self, load: Callable[[], messages.Load], *, everybody: bool) -> None:
+        """Send the module to helpers: to all, or to those that have no replica that is right.
+
+        Args:
+            load: makes the message.
+            everybody: whether to all.
+
+        Raises:
+            BaseException: what a helper answered with.
+        """
+        seated = [(seat.number, seat.member) for seat in self._seats if seat.member is not None]
+        to_load = [(i, each) for i, each in seated if everybody or not each.is_loaded]
+        coming = [seat.coming for seat in self._seats if seat.coming is not None]
+        to_rehearse = [each for each in coming if each.stage == "there"]
+        if not to_load and not to_rehearse:
+            return
+        message = load()
+        for each in to_rehearse:
+            # It imports what the module needs, which may take seconds, while others work.
+            each.stage = "rehearsing"
+            with suppress(*LOST):  # seen at the next call
+                each.send(message)
+        for device, _ in to_load:
+            self.post(device, message)
+        self.collect(device for device, _ in to_load)
+        for _, member in to_load:
+            member.is_loaded, member.num_pieces = True, 0
 
     def stop(self) -> None:
         """End all helpers. Does nothing where they have ended, or in a forked process."""
         if not self.is_running or os.getpid() != self._main_pid:
             return
         self.is_running = False
-        for member in self._members:
-            _show_rest(member.channel)
-            member.channel.close()
-        end = time.monotonic() + STOP_TIMEOUT_S
-        for member in self._members:
-            try:
-                # One that computes, or hangs, does not see that the channel is closed.
-                if member.num_unanswered:
-                    member.process.kill()
-                member.process.wait(max(0.0, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                member.process.kill()
-                member.process.wait()
+        self._roster.stop()
         self.arena.close()
-
-    def _lose(self, member: _Member, error: Exception) -> None:
-        cause = _cause_of_death(member.process, error, self._timeout_s)
-        if self._journal is not None:
-            self._journal.fault(self._members.index(member) + 1)
-        self.stop()
-        raise HelperDiedError(
-            f"the helper of {member.device.label} (process {member.process.pid}) {cause}; the "
-            "call is lost, the module and its parameters are not: the next call starts new helpers"
-        ) from None
-
-
-def _cause_of_death(process: subprocess.Popen[bytes], error: Exception, timeout_s: float) -> str:
-    if isinstance(error, TimeoutError):
-        return f"did not answer within {timeout_s:g} s"
-    try:
-        code = process.wait(STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        return "closed its channel"
-    if code >= 0:
-        return f"ended with exit code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
-    hint = " (often the system's out-of-memory killer)" if -code == signal.SIGKILL else ""
-    return f"was ended by {name}{hint}"
-
-
-def _show_rest(channel: Channel) -> None:
-    """Show what a helper has printed so far, for nobody will ask it any more."""
-    with suppress(ChannelClosedError, ChannelTimeoutError, OSError):
-        while True:
-            message = channel.receive(0)
-            if isinstance(message, Printed):
-                message.show()
-
-
-def _environment(device: Device) -> dict[str, str]:
-    """What a helper's process needs to hear before its libraries are loaded."""
-    threads = str(max(1, len(device.cores)))
-    return {
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
-        **allocator.helper_environment(),
-    }

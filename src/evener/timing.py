@@ -26,6 +26,7 @@ class Timing:
         lasted_s: seconds of the phases.
         num_phases: how many are over.
         kind: of the phase that runs.
+        num_faults: how many faults there were before it, for who wants to know.
     """
 
     def __init__(self, journal: Journal, call: int, shares: Sequence[int]) -> None:
@@ -40,6 +41,7 @@ class Timing:
         self.lags_s = [0.0] * len(self.shares)
         self.lasted_s = 0.0
         self.num_phases = 0
+        self.num_faults = 0
 
     def begin(self, kind: str, worked: list[tuple[int, float, float]]) -> None:
         """Begin a phase now.

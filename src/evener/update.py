@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
+from evener.arena import Place
 from evener.replica import from_bytes
 
 
@@ -18,13 +19,13 @@ class Update:
         attributes: bytes of a dict from (number of the submodule, name) to the new value.
         removed: (number of the submodule, name) of attributes that are gone.
         requires_grad: for each shared tensor whether a gradient is wanted; None if as before.
-        buffers: numbers of the private buffers whose values in the arena are new.
+        buffers: where in the arena the new values of private buffers lie, by their number.
     """
 
     attributes: bytes | None = None
     removed: list[tuple[int, str]] = field(default_factory=list)
     requires_grad: list[bool] | None = None
-    buffers: list[int] = field(default_factory=list)
+    buffers: dict[int, Place] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.attributes or self.removed or self.buffers) or (
@@ -32,14 +33,17 @@ class Update:
         )
 
     def apply(
-        self, modules: Sequence[nn.Module], shared: Sequence[Tensor], buffers: Sequence[Tensor]
+        self,
+        modules: Sequence[nn.Module],
+        shared: Sequence[Tensor],
+        tensor_at: Callable[[Place], Tensor],
     ) -> None:
         """Make a replica follow.
 
         Args:
             modules: its submodules in order.
             shared: its shared tensors.
-            buffers: the values of the private buffers, in the arena.
+            tensor_at: gives the tensor over a place.
         """
         if self.attributes:
             for (number, name), value in from_bytes(self.attributes, shared).items():
@@ -56,7 +60,7 @@ class Update:
                 for name, buffer in module._buffers.items()
                 if buffer is not None and not buffer.requires_grad
             ]
-            for number in self.buffers:
+            for number, place in self.buffers.items():
                 module, name = keys[number]
                 # A new tensor, not a copy into the old: an earlier call's graph may need that.
-                module._buffers[name] = buffers[number].clone()
+                module._buffers[name] = tensor_at(place).clone()

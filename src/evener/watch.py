@@ -43,6 +43,7 @@ class Watch:
 
     Attributes:
         buffers: its private buffers, as they are since :meth:`is_stale` was last asked.
+        new_buffers: the numbers of those that were changed, as of the last :meth:`update`.
     """
 
     def __init__(self, module: nn.Module, shared: Sequence[Tensor], unsent: str = "") -> None:
@@ -73,6 +74,7 @@ class Watch:
         self._requires_grad = [tensor.requires_grad for tensor in shared]
         # How the buffers are followed; see _sort_buffers.
         self.buffers: list[Tensor] = []
+        self.new_buffers: list[int] = []
         self._names: list[tuple[int, str]] = []
         self._sent: dict[int, tuple[int, int]] = {}
         self._uncounted: set[int] = set()
@@ -115,11 +117,12 @@ class Watch:
     def update(self, *, everything: bool = False) -> Update:
         """What changed since this or :meth:`accept` was last called; false where nothing did.
 
-        To be asked after :meth:`is_stale`, which has looked for it.
+        To be asked after :meth:`is_stale`, which has looked for it. The numbers of the buffers
+        whose values are new are afterwards in ``new_buffers``.
 
         Args:
-            everything: also the running statistics of normalisations in training, which no other
-                replica reads unless its own become the user's.
+            everything: count among the new buffers also the running statistics of normalisations
+                in training, which no other replica reads unless its own become the user's.
         """
         update = Update()
         self._inside |= self._contents.changed()
@@ -132,7 +135,7 @@ class Watch:
         requires_grad = [tensor.requires_grad for tensor in self._shared]
         if requires_grad != self._requires_grad:
             update.requires_grad = self._requires_grad = requires_grad
-        update.buffers = self._buffers_changed(everything=everything)
+        self.new_buffers = self._buffers_changed(everything=everything)
         return update
 
     def accept(self) -> None:
@@ -140,6 +143,20 @@ class Watch:
         self._look()
         self._contents.changed()
         self._renew()
+
+    @property
+    def attributes(self) -> list[dict[str, Any]]:
+        """Each submodule's attributes, as they were last told or accepted; not to be changed."""
+        return list(self._before)
+
+    @property
+    def requires_grad(self) -> list[bool]:
+        """Which shared tensors require a gradient, as was last told; not to be changed."""
+        return self._requires_grad
+
+    def told_buffers(self) -> dict[int, Tensor]:
+        """The buffers but for those that no forward reads before their values are told again."""
+        return {i: each for i, each in enumerate(self.buffers) if i not in self._waiting}
 
     def _look(self) -> None:
         self._touched.update(self._versions.changed())
@@ -156,7 +173,7 @@ class Watch:
             changed.update(
                 ((number, name), value)
                 for name, value in now.items()
-                if _is_followed(number, name)
+                if is_followed(number, name)
                 and (name not in before or not same(before[name], value))
             )
         return changed
@@ -171,7 +188,7 @@ class Watch:
                 now.get(name) is not before.get(name)
                 and (can_change(now.get(name)) or can_change(before.get(name)))
                 for name in now.keys() | before.keys()
-                if _is_followed(number, name)
+                if is_followed(number, name)
             )
             if now.get("training") is not before.get("training"):
                 self._sort_buffers()
@@ -185,7 +202,7 @@ class Watch:
                 (number, name): value
                 for number, d in enumerate(self._dicts)
                 for name, value in d.items()
-                if _is_followed(number, name) and can_change(value)
+                if is_followed(number, name) and can_change(value)
             }
         )
 
@@ -274,7 +291,7 @@ class Watch:
         return numbers
 
 
-def _is_followed(number: int, name: str) -> bool:
+def is_followed(number: int, name: str) -> bool:
     """Whether an attribute of a module is one that replicas follow."""
     # A forward that the user has set on the whole module is for the whole call, in this process.
     return name not in _INTERNAL and (number, name) != (0, "forward")

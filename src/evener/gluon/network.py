@@ -32,7 +32,7 @@ def initialize(
     devices: DevicesSpec = "auto",
     *,
     force_reinit: bool = False,
-    timeout_s: float = 600.0,
+    timeout_s: float | None = None,
 ) -> ModuleT:
     """Put a network on devices, and give it its first values.
 

@@ -1,0 +1,92 @@
+"""The process of a helper: how it begins, serves and ends.
+
+It is started as a plain interpreter that runs :func:`main`, and knows its main process by two
+inherited descriptors alone, the channel's and the arena's. It ends when the channel closes or the
+main process ends, however that happens: a thread of its own waits for the main process's
+descriptor, even while the user's module computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+
+import torch
+
+from evener import messages
+from evener.arena import Arena
+from evener.channel import Channel, ChannelClosedError
+from evener.helper import HELPER_VARIABLE, Helper
+from evener.printing import redirect
+
+#: The main process may rest as long as it likes between two calls.
+_FOREVER_S = 1e9
+
+
+def main(
+    channel_fd: int,
+    arena_fd: int,
+    main_pid: int,
+    cores: list[int],
+    _label: str,
+    *,
+    spin_s: float,
+) -> None:
+    """Serve the main process until it ends or closes the channel.
+
+    Args:
+        channel_fd: the inherited descriptor of the channel's socket.
+        arena_fd: the inherited descriptor of the arena.
+        main_pid: the main process.
+        cores: the CPU cores to compute on, one thread on each.
+        _label: what the device is called, for whoever looks at the list of processes.
+        spin_s: how long a wait looks before it sleeps.
+    """
+    os.environ[HELPER_VARIABLE] = str(os.getpid())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process, which tells us
+    pidfd = _watch_main_process(main_pid)
+    # The cores may have been taken away, or pinning forbidden: then it is slower, not wrong.
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(0, cores)
+    torch.set_num_threads(len(cores))
+    helper = Helper(Arena(arena_fd))
+    channel = Channel(socket.socket(fileno=channel_fd), pidfd, spin_s)
+    flush = redirect(channel, _FOREVER_S)
+    channel.send(messages.Reply(messages.Done(), []), _FOREVER_S)
+    while True:
+        try:
+            reply = helper.answer(channel.receive(_FOREVER_S))
+            flush()
+            channel.send(reply, _FOREVER_S)
+        except ChannelClosedError:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            # Not sys.exit: a thread that the user's module left behind must not keep us.
+            os._exit(0)
+
+
+def _watch_main_process(main_pid: int) -> int:
+    """End this process as soon as the main process ends; returns its process descriptor, or -1."""
+    try:
+        pidfd = os.pidfd_open(main_pid)
+    except (AttributeError, OSError):
+        pidfd = -1
+    if os.getppid() != main_pid:  # it ended before it could be watched
+        os._exit(0)
+
+    def watch() -> None:
+        if pidfd >= 0:
+            select.select([pidfd], [], [])
+        else:
+            while os.getppid() == main_pid:
+                time.sleep(0.5)
+        os._exit(0)
+
+    threading.Thread(target=watch, name="evener-watch", daemon=True).start()
+    return pidfd
