@@ -30,7 +30,7 @@ ELSEWHERE = {
     "13: lost statistics": ("data_parallel", "statistics_of_batch_norm_reach_evaluation"),
     "14: kinds of outputs": ("any_module", "outputs_come_as_they_are"),
     "18: parameters that are not used": ("data_parallel", "frozen_and_unused_parameters"),
-    "20: a device dies, and all wait": ("team", "a_death_in_forward_names_device_and_cause"),
+    "20: a device dies, and all wait": ("team", "a_death_is_survived_and_told"),
     "21: processes that stay": ("parallelize", "helpers_end_with_the_process_however_it_ends"),
     "23: notebooks, fork, pickle": ("parallelize", "a_notebook_cell_or_a_piped_program"),
 }

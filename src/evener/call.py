@@ -146,6 +146,8 @@ class Call:
     def _run_own(self) -> tuple[Structure, list[Any]]:
         """Run the first device's piece, in this process."""
         batch, grad = self._batch, self._settings.grad
+        if self._cut.share(0) > self.run.team.faults.caps[0]:
+            return self._run_smaller(None)
         leaves = batch.piece(*self._cut.parts[0])
         piece = Piece(leaves, batch.wanted, batch.structure, self._seeds[0], grad=grad)
         try:
@@ -158,6 +160,10 @@ class Call:
             self._own = piece
             return structure, piece.outputs
         del piece  # and with the error what its traceback has held
+        return self._run_smaller(failure)
+
+    def _run_smaller(self, failure: messages.Failure | None) -> tuple[Structure, list[Any]]:
+        """Run the first device's piece in portions."""
         work = self._assignment.work(0, self._settings)
         answer = self.run.team.smaller(0, work, work.forward, failure)
         self._is_delegated = True
@@ -166,9 +172,7 @@ class Call:
     def _take(self, device: int, answer: Any) -> tuple[Structure, list[Any]]:
         """The structure and the leaves of a device's outputs, from its answer."""
         run = self.run
-        if isinstance(answer, messages.Failure):
-            raise run.team.error_of(device, answer)
-        run.remember(device, answer)
+        run.remember(device, _checked(run.team, device, answer))
         if answer.changed:
             run.mirror.take_attributes(self._module, answer.changed)
         return run.received[device], messages.unpicklable(answer.leaves)

@@ -232,10 +232,10 @@ class DataWay:
 
     def _attend(self) -> None:
         """Look after the helpers; who is not there gets no share."""
+        self._faults.call = self._num_calls + 1
         if self._run is None:
             return
         team = self._run.team
-        self._faults.call = self._num_calls + 1
         team.tend()
         # With fixed shares the main process does the part of a device whose helper is yet to
         # come: the same pieces, the same results.

@@ -90,6 +90,8 @@ class Helper:
                 raise
             self._pieces.pop(getattr(message, "piece", -1), None)
             reply = messages.Failure.of(error)
+        if isinstance(reply, messages.Failure) and reply.is_memory:
+            gc.collect()  # what the traceback has held, for a smaller attempt
         freed = [number for number, region in self._regions.items() if not region.in_use]
         for number in freed:
             del self._regions[number]

@@ -7,6 +7,7 @@
     died of something else                   the main process does it, at once
     no memory for so many samples            the same device does it in portions; the device is
                                              not given so many again
+    no memory for one sample                 the main process does it; the device is left out
 """
 
 from __future__ import annotations
@@ -118,12 +119,14 @@ class Recovery:
             return self.after_death(seat, asked, work, error)
         if member is not None:
             member.is_loaded = False  # it has followed the module back to that call
-        size, most = work.split.size, work.split.most
+        cap = self._faults.caps[seat.number]
+        who = "the main process" if isinstance(work.holder, Deputy) and seat.number else "it"
         self._faults.note(
             seat.number,
             _PHASES[type(asked.message)],
-            f"had no memory for {size} samples ({failure.summary})",
-            f"they were computed in portions of {most}; it gets no more than {most} from now on",
+            f"had no memory for {work.split.size} samples ({failure.summary})",
+            f"they were computed by {who}{_portions(work)}; "
+            + (f"it gets no more than {cap} from now on" if cap else "it is left out"),
             since_s=since_s,
         )
         return answer
@@ -150,9 +153,7 @@ class Recovery:
         answer = work.again(message, ask)
         if isinstance(answer, messages.Failure) and answer.is_memory:
             answer = self._smaller(seat, asked, work, answer, ask)
-        size, most = work.split.size, work.split.most
-        portions = f", in portions of {most}" if work.is_split else ""
-        return answer, f"its {size} samples were computed by {who}{portions}"
+        return answer, f"its {work.split.size} samples were computed by {who}{_portions(work)}"
 
     def _choose(self, seat: Seat, work: Work, cause: Cause | None) -> tuple[Ask, str]:
         """Who does a work again."""
@@ -178,14 +179,21 @@ class Recovery:
     ) -> Any:
         """The answer of a device that has too little memory, in smaller and smaller portions."""
         while failure.is_memory:
-            if work.split.most == 1:
-                label = self._faults.label(seat.number)
+            number = 0 if isinstance(work.holder, Deputy) else seat.number
+            if work.split.most > 1:
+                work.halve()
+                self._faults.limit(number, work.split.most)
+            elif number:
+                # Its outputs do not fit, or not even one sample: then it is of no use.
+                self._faults.limit(number, min(1, work.split.size - 1))
+                work.make_whole()
+                ask = self._delegate(seat, work).ask
+            else:
+                label = self._faults.label(0)
                 raise SampleTooLargeError(
                     f"one sample does not fit in the memory of {label}: {failure.summary}; make "
-                    "the model or the sample smaller, or leave the device out"
+                    "the model or the sample smaller"
                 ) from failure.error(label)
-            work.halve()
-            self._faults.limit(seat.number, work.split.most)
             answer = work.again(asked.message, ask)
             if not isinstance(answer, messages.Failure):
                 return answer
@@ -207,3 +215,7 @@ class Recovery:
             return seat.hear(asked, work)
 
         return ask
+
+
+def _portions(work: Work) -> str:
+    return f" in portions of {work.split.most}" if work.is_split else ""

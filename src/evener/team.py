@@ -147,18 +147,25 @@ class Team:
             return self._recovery.without_memory(seat, asked, work, answer)
         return answer
 
-    def smaller(self, device: int, work: Work, message: Any, failure: messages.Failure) -> Any:
+    def smaller(
+        self, device: int, work: Work, message: Any, failure: messages.Failure | None
+    ) -> Any:
         """The answer of the main process's own device, which has no memory for so much.
 
         Args:
             device: its number.
             work: the piece.
             message: the Forward or Backward that it failed in.
-            failure: how it failed.
+            failure: how it failed; None if it is known not to have the memory, and did not try.
         """
         seat = self._seats[device]
         seat.works[work.forward.piece] = work
         asked = Asked(message, None, time.perf_counter())
+        if failure is None:
+            answer = self._recovery.after_death(seat, asked, work, None)
+            if not (isinstance(answer, messages.Failure) and answer.is_memory):
+                return answer
+            failure = answer
         return self._recovery.without_memory(seat, asked, work, failure)
 
     def collect(self, devices: Iterable[int]) -> dict[int, Any]:

@@ -60,6 +60,10 @@ class Work:
         """Run it in portions half as large."""
         self.split = replace(self.split, most=-(-self.split.most // 2))
 
+    def make_whole(self) -> None:
+        """Run it as one piece."""
+        self.split = replace(self.split, most=self.split.size)
+
     def again(self, message: Any, ask: Ask) -> Any:
         """Have it done again.
 
