@@ -226,30 +226,34 @@ class Helper:
 
         It runs as soon as the gradient is ready, while that is still in the core's cache.
         """
-        # torch keeps the hook where the garbage collector cannot see it: it must not hold us.
-        weak = weakref.ref(self)
+        # Not self: a graph holds tensors with their hooks where the garbage collector does not
+        # look, and a guest would never go, with all of the arena.
+        helper = weakref.ref(self)
 
         def collect(tensor: Tensor) -> None:
-            self = weak()
-            assert self is not None  # noqa: S101 - its backward runs
-            gradient = tensor.grad
-            tensor.grad = None
-            if gradient is None:
-                return
-            if gradient.layout != torch.strided:
-                total = gradient
-                if number in self._others:
-                    total = pickle.loads(self._others[number]) + gradient  # noqa: S301 - our own
-                self._others[number] = pickle.dumps(total.coalesce())
-                return
-            target = self._whole.tensor(self._targets[number])
-            if self._present[number]:  # a checkpoint inside may reach it several times
-                target.add_(gradient)
-            else:
-                target.copy_(gradient)
-                self._present[number] = True
+            this = helper()
+            if this is not None:
+                this._collect(number, tensor)
 
         return collect
+
+    def _collect(self, number: int, tensor: Tensor) -> None:
+        gradient = tensor.grad
+        tensor.grad = None
+        if gradient is None:
+            return
+        if gradient.layout != torch.strided:
+            total = gradient
+            if number in self._others:
+                total = pickle.loads(self._others[number]) + gradient  # noqa: S301 - our own
+            self._others[number] = pickle.dumps(total.coalesce())
+            return
+        target = self._whole.tensor(self._targets[number])
+        if self._present[number]:  # a checkpoint inside may reach it several times
+            target.add_(gradient)
+        else:
+            target.copy_(gradient)
+            self._present[number] = True
 
     def _reduce(self, message: messages.Reduce) -> messages.Done:
         host.add_up([self._arena.region(*span) for span in message.regions], message.segment)
