@@ -35,10 +35,15 @@ _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT, s
 LOST = (ChannelClosedError, ChannelTimeoutError)
 
 _PROGRAM = """\
-import json, sys
+import json, os, sys
 sys.path[:] = json.loads(sys.argv[1])
+arguments = json.loads(sys.argv[2])
+try:
+    os.sched_setaffinity(0, arguments[3])  # what it imports is not to disturb the others' cores
+except OSError:
+    pass
 from evener.process import main
-main(*json.loads(sys.argv[2]), spin_s=float(sys.argv[3]))
+main(*arguments, spin_s=float(sys.argv[3]))
 """
 
 

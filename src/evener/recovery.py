@@ -125,7 +125,7 @@ class Recovery:
             seat.number,
             _PHASES[type(asked.message)],
             f"had no memory for {work.split.size} samples ({failure.summary})",
-            f"they were computed by {who}{_portions(work)}; "
+            f"{who} computed them{_portions(work)}; "
             + (f"it gets no more than {cap} from now on" if cap else "it is left out"),
             since_s=since_s,
         )
