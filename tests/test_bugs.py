@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import evener
-from evener.errors import BatchError, EvenerError
+from evener.errors import BatchError, EvenerError, FaultWarning
 
 
 class Counting(nn.Module):
@@ -328,3 +329,49 @@ def test_what_is_not_registered_is_warned_of() -> None:
     assert len(texts) == 2
     assert "Hides.teachers holds a Linear that is not registered" in texts[0]
     assert "Hides.prompt holds a tensor that wants a gradient" in texts[1]
+
+
+class Doubling(nn.Module):
+    """Changes its input in place, and ends a helper once, in forward or after it."""
+
+    def __init__(self, once: Path) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.once = str(once)
+        self.dies = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(2)
+        if self.dies and "EVENER_HELPER" in os.environ and not os.path.exists(self.once):  # noqa: PTH110
+            open(self.once, "w").close()  # noqa: PTH123
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_piece_that_has_changed_its_inputs_is_done_again_with_what_was_given(
+    tmp_path: Path, phase: str
+) -> None:
+    plain = Doubling(tmp_path / "once").double()
+    model = evener.parallelize(copy.deepcopy(plain), "cpu*2", shares="even")
+    x = torch.randn(7, 3, dtype=torch.float64)
+    expected = plain(x.clone())
+    expected.square().sum().backward()
+    model(x.clone())
+    model.dies = phase == "forward"
+
+    def step() -> Tensor:
+        outputs: Tensor = model(x.clone())
+        if phase == "backward":
+            for helper in psutil.Process().children():
+                helper.kill()
+        outputs.square().sum().backward()
+        return outputs
+
+    with pytest.warns(FaultWarning, match=phase):
+        outputs = step()
+
+    torch.testing.assert_close(outputs, expected, rtol=1e-12, atol=1e-14)
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-14)
+    evener.release(model)

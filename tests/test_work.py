@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ class Somebody:
 def work() -> Work:
     _, structure = flatten(((torch.ones(8),), {}))
     load = messages.Load(b"", [], SPAN, [], [], [], [], None)
-    return Work(FORWARD, structure, Split(8, 8, [0], Dims()), lambda: (load, THEN))
+    return Work(FORWARD, structure, Split(8, 8, [0], Dims()), lambda: (load, THEN), Mock())
 
 
 @pytest.mark.parametrize("message", [FORWARD, WRITE, BACKWARD])
@@ -86,3 +87,18 @@ def test_it_is_halved_until_single_samples_and_made_whole(work: Work) -> None:
     work.make_whole()
     assert not work.is_split
     assert work.size == (8, 64)
+
+
+def test_inputs_are_put_into_the_arena_anew_unless_a_forward_has_left_them_as_they_were(
+    work: Work,
+) -> None:
+    def ask(message: Any) -> Any:
+        return messages.Outputs(None, [], dirty=False)
+
+    work.again(FORWARD, ask)  # it died in the middle of one, for all that is known
+    work.again(BACKWARD, ask)
+    assert [call.kwargs for call in work.renew.call_args_list] == [{"is_over": False}]  # type: ignore[attr-defined]
+
+    work.is_dirty = True
+    work.again(BACKWARD, ask)
+    assert work.renew.call_args.kwargs == {"is_over": True}  # type: ignore[attr-defined]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from evener import messages
 from evener.arena import put
 from evener.batches import Batch, Cut
+from evener.contents import count_of_changes
 from evener.errors import HelperDiedError
 from evener.piece import Settings
 from evener.portions import Split
@@ -47,6 +50,7 @@ class Assignment:
         self._layout = run.mirror.layout
         self._state = run.mirror.state
         self._versions = [tensor._version for tensor in run.mirror.shared]
+        self._before = self._after = self._counts()
 
     def has_lost_structure(self) -> bool:
         """Whether the module has another structure since."""
@@ -57,6 +61,14 @@ class Assignment:
         shared = self._run.mirror.shared
         return any(shared[i]._version != self._versions[i] for i in numbers)
 
+    def has_changed_inputs(self) -> bool:
+        """Whether inputs were changed in place since, by the first device's piece or the user."""
+        return self._counts() != self._before
+
+    def end_forward(self) -> None:
+        """The forward is over; inputs that change in place from now on are changed by the user."""
+        self._after = self._counts()
+
     def work(self, device: int, settings: Settings) -> Work:
         """A device's work; its part of the inputs is put into the arena."""
         run, batch = self._run, self._batch
@@ -65,7 +77,8 @@ class Assignment:
         if share > (most := run.team.faults.caps[device]) > 0:
             split.most = int(most)
         leaves = batch.piece(*self._cut.parts[device])
-        places, region = put(run.team.arena, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        places, region = put(run.team.arena, tensors)
         run.team.keep(device, self.number, region)
         rest = iter(places)
         described = [
@@ -86,7 +99,8 @@ class Assignment:
             lead=device == self._cut.lead,
             split=split if split.most < share else None,
         )
-        return Work(forward, batch.structure, split, self._load)
+        renew = partial(self._renew, tensors, list(map(region.tensor, places)))
+        return Work(forward, batch.structure, split, self._load, renew)
 
     def _load(self) -> tuple[messages.Load, Update]:
         """What makes a replica as the module was before the call."""
@@ -97,7 +111,23 @@ class Assignment:
             what = "parameters have changed in place"
         else:
             return mirror.load(self._module, self._state)
-        raise HelperDiedError(
-            f"the part of the graph that a helper held is lost with it, and {what} since the "
-            "forward, so it cannot be computed again; call the module again before backward"
-        )
+        raise _lost(what)
+
+    def _renew(self, given: list[Tensor], kept: list[Tensor], *, is_over: bool) -> None:
+        """Put a device's inputs into the arena anew: a forward may have changed them in place."""
+        if is_over and self._counts() != self._after:
+            raise _lost("inputs have changed in place")
+        with torch.no_grad():
+            for tensor, copy in zip(given, kept, strict=True):
+                copy.copy_(tensor)
+
+    def _counts(self) -> list[int]:
+        tensors = [leaf for leaf in self._batch.leaves if isinstance(leaf, Tensor)]
+        return list(map(count_of_changes, tensors))
+
+
+def _lost(what: str) -> HelperDiedError:
+    return HelperDiedError(
+        f"the part of the graph that a helper held is lost with it, and {what} since the "
+        "forward, so it cannot be computed again; call the module again before backward"
+    )

@@ -129,6 +129,7 @@ class Call:
         for device in cut.helpers:
             with _collected(errors), labelled("evener: waiting"):
                 answers[device] = self._take(device, team.receive(device))
+        self._assignment.end_forward()
         timing.pieces()
         team.collect(resting)
         if not idle and cut.lead == 0:
@@ -153,7 +154,7 @@ class Call:
         try:
             structure = piece.forward(self._function)
         except Exception as error:
-            if not is_memory_error(error):
+            if not self._can_be_smaller(error):
                 raise
             failure = messages.Failure.of(error)
         else:
@@ -264,19 +265,18 @@ class Call:
     def _backward_own(
         self, piece: Piece, gradients: Sequence[Tensor | None], *, keep_graph: bool
     ) -> tuple[list[Tensor | None], messages.Failure | None]:
-        """Run the backward of the first device's piece.
-
-        Returns:
-            The gradients of ``inputs``, then those of ``trainable``; and how it failed, where
-            there was no memory for it.
-        """
+        """Run the first device's backward; gives its gradients, or none and how memory ended."""
         parts = cut_gradients(gradients, self.outputs.forms, self._cut, 0)
         try:
             return own_gradients(piece, parts, self.trainable, keep_graph=keep_graph), None
         except Exception as error:
-            if not is_memory_error(error):
+            if not self._can_be_smaller(error):
                 raise
             return [None] * (len(self.inputs) + len(self.trainable)), messages.Failure.of(error)
+
+    def _can_be_smaller(self, error: Exception) -> bool:
+        """Whether the first device's piece, which failed, can be run again in portions."""
+        return is_memory_error(error) and not self._assignment.has_changed_inputs()
 
     def _check_graph(self) -> None:
         if not self.run.team.is_running or self._assignment.has_lost_structure():

@@ -177,7 +177,9 @@ class Helper:
             self._pieces[message.piece] = piece
         data = None if structure == self._sent_structure else structure_to_bytes(structure)
         self._sent_structure = structure
-        return messages.Outputs(data, messages.picklable(outputs), changed)
+        tensors = [leaf for leaf in inputs if isinstance(leaf, Tensor)]
+        dirty = any(tensor.is_inference() or tensor._version for tensor in tensors)
+        return messages.Outputs(data, messages.picklable(outputs), changed, dirty)
 
     def _write(self, message: messages.Write) -> messages.Done:
         piece = self._pieces[message.piece]

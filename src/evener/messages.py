@@ -176,14 +176,9 @@ class Reduce:
 
 @dataclass
 class Read:
-    """Tell the values of a parameter, as the replica has them.
+    """Write the values of a parameter, as the replica has them, to a place."""
 
-    Attributes:
-        name: what ``named_parameters`` calls it.
-        place: where they go.
-    """
-
-    name: str
+    name: str  # what ``named_parameters`` calls it
     place: Place
 
 
@@ -206,11 +201,13 @@ class Outputs:
         leaves: the leaves, with each joinable tensor as an ``Output``; bytes where a leaf is of
             a kind that only cloudpickle can send.
         changed: from the device that leads, attributes of the module that its forward changed.
+        dirty: whether the forward has changed the inputs in the arena.
     """
 
     structure: bytes | None
     leaves: list[Any] | bytes
     changed: Update | None = None
+    dirty: bool = False
 
 
 @dataclass

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from evener.batches import Cut, TensorForm, check_outputs, is_joinable, narrow
 from evener.dims import Dims
+from evener.errors import BatchError
 from evener.piece import Piece, run_backward, seed_of_piece
 from evener.trees import Structure, ragged
 
@@ -155,7 +156,7 @@ class Portions:
     def _pieces(self) -> Iterator[Piece]:
         for number, (start, stop) in self._cut.parts.items():
             leaves = [
-                leaf if dim is None else narrow(leaf.detach(), dim, start, stop)
+                _own_part(leaf, dim, start, stop) if isinstance(leaf, Tensor) else leaf
                 for leaf, dim in zip(self._leaves, self._split.cut_dims, strict=True)
             ]
             seed = seed_of_piece(self._seed, number, 0)
@@ -219,13 +220,26 @@ class Portions:
                 )
             elif dim is not None:
                 joined = torch.cat(parts, dim)
-            elif TensorForm.of(parts[0]).is_mean or parts[0].is_floating_point():
+            elif parts[0].is_floating_point() or parts[0].is_complex():
                 joined = torch.zeros_like(parts[0])
                 for part, share in zip(parts, self._split.shares, strict=True):
                     joined += part * (share / self._split.size)
             else:
                 joined = parts[0]
+                for number, part in enumerate(parts):
+                    if not torch.equal(part, joined):
+                        raise BatchError(
+                            f"an output without a batch differs among the portions: {joined} in "
+                            f"portion 0, {part} in portion {number}; return it with the batch in "
+                            "one of its dimensions"
+                        )
         return joined.detach().requires_grad_(flows)
+
+
+def _own_part(leaf: Tensor, dim: int | None, start: int, stop: int) -> Tensor:
+    """A copy: a module may change its inputs in place, and will be run on them once more."""
+    leaf = leaf.detach()
+    return (leaf if dim is None else narrow(leaf, dim, start, stop)).clone()
 
 
 def _without_graph(leaf: Any) -> Any:

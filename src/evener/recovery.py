@@ -81,7 +81,7 @@ class Recovery:
             try:
                 answer, action = self._again(seat, asked, work, cause)
             except LOST as another:
-                error = another
+                error = another.with_traceback(None)
                 if cause is not None:
                     note(NOTHING_LOST)
                 continue
@@ -211,7 +211,7 @@ class Recovery:
             try:
                 member.send(message, work.size)
             except LOST as error:
-                asked.error = error
+                asked.error = error.with_traceback(None)
             return seat.hear(asked, work)
 
         return ask

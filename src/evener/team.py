@@ -115,7 +115,7 @@ class Team:
             try:
                 holder.send(message, None if work is None else work.size)
             except LOST as error:
-                asked.error = error
+                asked.error = error.with_traceback(None)  # nor what its frames hold
 
     def receive(self, device: int) -> Any:
         """Wait for the answer to the last request to a device.
@@ -136,11 +136,14 @@ class Team:
             try:
                 answer = seat.hear(asked, work)
             except LOST as lost:
-                error = lost
+                # A frame that holds an error that holds the frame would hold the call, too.
+                error = lost.with_traceback(None)
         else:
             seat.asked.popleft()
             if isinstance(asked.holder, Deputy):
                 answer = asked.holder.ask(asked.message)
+        if work is not None and isinstance(answer, messages.Outputs):
+            work.is_dirty = answer.dirty
         if answer is None:
             return self._recovery.after_death(seat, asked, work, error)
         if isinstance(answer, messages.Failure) and answer.is_memory and work is not None:

@@ -4,6 +4,7 @@ Whoever does it again, a new helper, the same helper in portions, or the main pr
 same messages as the first time. Inputs still lie in the arena, the seed is the same, so the same
 numbers come out, bit for bit, and go to the same places::
 
+    (inputs   once more into the arena, if a forward may have changed them in place)
     Load      a replica as the module was before the call
     Forward   as the first time                               ──► outputs, if these were lost
     Write, or Backward, as the first time                     ──► the answer that did not come
@@ -33,6 +34,9 @@ class Work:
         structure: the structure of its inputs.
         split: how it is split; into one portion at first.
         load: makes what the replica has to be told first; see :meth:`Mirror.load`.
+        renew: puts the inputs into the arena anew; told whether the call's forward is over.
+        is_dirty: whether a forward has changed the inputs in the arena; it may, until it has
+            answered.
         holder: who has run its forward; None if nobody has it any more.
         backward: the message of its last backward.
         num_deaths: how many helpers it may have ended.
@@ -42,6 +46,8 @@ class Work:
     structure: Structure
     split: Split
     load: Callable[[], tuple[messages.Load, Update]]
+    renew: Callable[..., None]
+    is_dirty: bool = True
     holder: Any = None
     backward: messages.Backward | None = None
     num_deaths: int = 0
@@ -75,6 +81,9 @@ class Work:
             The answer to ``message``; a ``Failure`` if anything before it failed.
         """
         load, update = self.load()
+        if self.is_dirty:
+            self.renew(is_over=isinstance(message, messages.Backward))
+        self.is_dirty = True
         answer = ask(replace(load, keeps_pieces=True))
         is_forward = isinstance(message, messages.Forward)
         if not isinstance(answer, messages.Failure):
@@ -88,6 +97,8 @@ class Work:
                     deferred=self.is_split and isinstance(message, messages.Backward),
                 )
             )
+        if isinstance(answer, messages.Outputs):
+            self.is_dirty = answer.dirty
         if is_forward or isinstance(answer, messages.Failure):
             return answer
         return ask(message)

@@ -323,7 +323,7 @@ def soak(seconds: float, *, seed: int = 0, num_steps: int = 80, every_s: float =
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("soak", total=seconds)
         number = 0
-        while time.monotonic() < start_s + seconds or number < 2:  # noqa: PLR2004 - both kinds
+        while time.monotonic() < start_s + seconds or number < 2:
             kind = ("fixed", "auto")[number % 2]
             one_round(seed + number, kind, num_steps, every_s, tally)
             number += 1

@@ -13,19 +13,19 @@ import itertools
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 import pytest
 import torch
-from injector import CAUSES, FOLDER_VARIABLE, HANGS, MEMORY, SITE, Injector, Net
+from injector import CAUSES, MEMORY, Injector, Net
 from torch import Tensor, nn
 
 import evener
 from evener import gluon
-from evener.errors import FaultWarning, HelperDiedError
+from evener.errors import FaultWarning
 from evener.pickling import STATE_NAME
 
 IS_LONG = os.environ.get("EVENER_LONG_TESTS") == "1"
@@ -225,7 +225,7 @@ class Trial:
         after = evener.report(self.net)
         assert after.devices[number].num_faults == before.devices[number].num_faults + 1
         fault = vars(self.net)[STATE_NAME].journal.faults[-1]
-        assert (fault.device, fault.phase) == (number, phase.split()[0]) or phase == "idle"
+        assert (fault.device, fault.phase) == (number, phase.split(maxsplit=1)[0]) or phase == "idle"
         now = {child.pid for child in psutil.Process().children()}
         assert len(now) == self.num_helpers
         assert len(now - pids) == (kind not in MEMORY)
