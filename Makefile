@@ -5,13 +5,14 @@
 #   make bench   evener and its peers (minutes); results go to benchmarks/results/
 #   make bench-gluon     evener's explicit style against its one line (some minutes)
 #   make bench-unequal   the same with a second core that is slowed (half an hour)
+#   make bench-recovery  what one death costs, against a restart from a checkpoint (half an hour)
 #   make soak    training while helpers are killed, stopped and short of memory at random (MINUTES=30)
 PYTHON ?= python3
 VENV   ?= .venv
 MINUTES ?= 30
 BIN    := $(VENV)/bin
 
-.PHONY: train test check bench bench-gluon bench-unequal soak clean
+.PHONY: train test check bench bench-gluon bench-unequal bench-recovery soak clean
 
 # The stamp is renewed when what it installs changes.
 $(VENV)/.dev: pyproject.toml requirements-dev.txt
@@ -45,6 +46,9 @@ bench-gluon: $(VENV)/.bench
 bench-unequal: $(VENV)/.bench
 	$(BIN)/python benchmarks/unequal/main.py $(ARGS)
 	$(BIN)/python benchmarks/unequal/shares_over_time.py
+
+bench-recovery: $(VENV)/.bench
+	$(BIN)/python benchmarks/recovery/main.py $(ARGS)
 
 soak: $(VENV)/.dev
 	$(BIN)/python tests/faults/soak.py --minutes $(MINUTES) $(ARGS)

@@ -158,6 +158,11 @@ class Training:
         optimizer = torch.optim.SGD(model.parameters(), lr=self._work.lr, momentum=0.9)
         self.setup = CONTENDERS[contender](model, optimizer, place)
 
+    def skip(self, num_steps: int) -> None:
+        """Passes over the batches of so many steps."""
+        for _ in range(num_steps):
+            next(self._batches)
+
     def step(self) -> Tensor:
         inputs, targets = next(self._batches)
         if self.setup.step is not None:

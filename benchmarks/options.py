@@ -16,10 +16,11 @@ from harness import BENCHMARKS, ContenderError
 Measured = TypeVar("Measured")
 
 
-def add_common(parser: argparse.ArgumentParser, rounds: int, turn_s: float) -> None:
-    """Adds the options on turns and results, with these defaults."""
+def add_common(parser: argparse.ArgumentParser, rounds: int, turn_s: float | None) -> None:
+    """Adds the options on turns and results, with these defaults; None: there are no turns."""
     parser.add_argument("--rounds", type=int, default=rounds)
-    parser.add_argument("--turn-s", type=float, default=turn_s, help="seconds of a turn")
+    if turn_s is not None:
+        parser.add_argument("--turn-s", type=float, default=turn_s, help="seconds of a turn")
     parser.add_argument("--out", type=Path, default=BENCHMARKS / "results")
     parser.add_argument("--no-write", action="store_true")
 

@@ -60,7 +60,7 @@ class Turns:
 
     def _foreign_s(self) -> float:
         """Seconds of processor time that others than this contender have used so far."""
-        return _busy_s() - sum(group.cpu_s() for group in [self.group, *self.beside])
+        return busy_s() - sum(group.cpu_s() for group in [self.group, *self.beside])
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def take_rounds(contenders: Sequence[Turns], num_rounds: int, turn_s: float) -> 
             turns.take(turn_s)
 
 
-def _busy_s() -> float:
+def busy_s() -> float:
     """Seconds of processor time that the whole machine has used, waiting left out."""
     times = psutil.cpu_times()
     return float(sum(times) - times.idle - times.iowait - times.guest - times.guest_nice)
