@@ -20,6 +20,9 @@ from contestants import Contestant
 from harness import ContenderError, Spread, Worker, free_port, worker_environment
 from rounds import Loads, busy_s
 
+#: torchrun's processes use its own store by default, in which those that start again find the
+#: addresses of the dead, and gloo fails to connect. With this they get a new store each time.
+TORCHRUN_SETTINGS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 #: The parts of what is lost, as far as they can be told apart, and how the tables call them.
 PARTS = {
     "noticed_s": "until noticed",
@@ -280,7 +283,7 @@ def run(contestant: Contestant, task: dict[str, Any], cores: Sequence[int], limi
             stdin=subprocess.DEVNULL,
             stdout=errors,
             stderr=errors,
-            env=worker_environment(0, 1, free_port()),
+            env=worker_environment(0, 1, free_port()) | TORCHRUN_SETTINGS,
             start_new_session=True,
         )
         worker = Worker(process, errors)
