@@ -143,6 +143,8 @@ class DataWay:
             )
             self._num_calls += 1
             if sum(choice.shares[1:]) == 0 and not (choice.measured and grad):
+                if self._run is not None:
+                    self._run.mirror.catch_up(module)  # a helper that comes would wait for it
                 if self._run is not None and self._num_calls % 8 == 0:
                     # The other cores are the helpers', and may be slow. Once there, it stays.
                     stack.enter_context(on_cores(self._devices[0].cores))

@@ -71,7 +71,7 @@ class Mirror:
             new = told(self._team.arena, buffers)
             update.buffers = {number: each.place for number, each in new.items() if each.place}
             self._told = self._told | new
-        self._catch_up(module)
+        self.catch_up(module)
         return update
 
     @property
@@ -84,7 +84,7 @@ class Mirror:
         update = state.update_from(module, self.shared, self._team.arena)
         return self._load_message(to_bytes(module, self.shared)), update
 
-    def _catch_up(self, module: nn.Module) -> None:
+    def catch_up(self, module: nn.Module) -> None:
         """Send the module to the helpers that have no replica yet, or one that is not right."""
 
         def load() -> messages.Load:

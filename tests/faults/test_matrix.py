@@ -13,19 +13,19 @@ import itertools
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 import pytest
 import torch
-from injector import CAUSES, MEMORY, Injector, Net
+from injector import CAUSES, FOLDER_VARIABLE, MEMORY, PHASES, SITE, Injector, Net
 from torch import Tensor, nn
 
 import evener
 from evener import gluon
-from evener.errors import FaultWarning
+from evener.errors import FaultWarning, HelperDiedError
 from evener.pickling import STATE_NAME
 
 IS_LONG = os.environ.get("EVENER_LONG_TESTS") == "1"
@@ -225,7 +225,7 @@ class Trial:
         after = evener.report(self.net)
         assert after.devices[number].num_faults == before.devices[number].num_faults + 1
         fault = vars(self.net)[STATE_NAME].journal.faults[-1]
-        assert (fault.device, fault.phase) == (number, phase.split(maxsplit=1)[0]) or phase == "idle"
+        assert (fault.device, fault.phase) == (number, phase.split()[0]) or phase == "idle"
         now = {child.pid for child in psutil.Process().children()}
         assert len(now) == self.num_helpers
         assert len(now - pids) == (kind not in MEMORY)
@@ -264,12 +264,10 @@ COVER: list[tuple[int, str, Any, list[Fault]]] = [
         [
             ("cpu:1", "forward before", "SIGKILL"),
             ("cpu:1", "forward", "SIGSEGV"),
-            ("cpu:1", "forward after", "SIGTERM"),
             ("cpu:1", "output before", "SIGKILL"),
-            ("cpu:1", "output after", "exit"),
-            ("cpu:1", "backward", "SIGKILL"),
-            ("cpu:1", "backward after", "SIGSEGV"),
+            ("cpu:1", "backward", "SIGTERM"),
             ("cpu:1", "idle", "SIGKILL"),
+            ("cpu:1", "forward", "MemoryError"),
         ],
     ),
     (
@@ -279,26 +277,22 @@ COVER: list[tuple[int, str, Any, list[Fault]]] = [
         [
             ("cpu:2", "exchange before", "SIGKILL"),
             ("cpu:1", "exchange after", "SIGSEGV"),
-            ("cpu:1", "backward", "SIGSTOP"),
+            ("cpu:2", "backward", "SIGSTOP"),
         ],
     ),
-    (4, "accumulated", (1, 2, 1, 2), [("cpu:3", "exchange before", "exit")]),
-    (
-        2,
-        "inference",
-        "even",
-        [("cpu:1", "forward", "deadlock"), ("cpu:1", "output before", "exit")],
-    ),
-    (
-        2,
-        "retained",
-        "even",
-        [("cpu:1", "backward", "SIGKILL"), ("cpu:1", "backward after", "exit")],
-    ),
-    (2, "two_forwards", (1, 2), [("cpu:1", "forward", "exit"), ("cpu:1", "backward", "SIGTERM")]),
-    (2, "explicit", "auto", [("cpu:1", "forward", "SIGKILL"), ("cpu:1", "backward", "SIGKILL")]),
+    (4, "accumulated", (1, 2, 1, 2), [("cpu:3", "backward after", "exit")]),
+    (2, "inference", "even", [("cpu:1", "output after", "deadlock")]),
+    (2, "retained", "even", [("cpu:1", "backward", "SIGKILL")]),
+    (2, "two_forwards", (1, 2), [("cpu:1", "forward", "exit")]),
+    (2, "explicit", "auto", [("cpu:1", "backward", "SIGKILL")]),
     (2, "drop_in", "even", [("cpu:1", "backward before", "SIGTERM")]),
-    (3, "one_line", "auto", [("cpu:2", "backward", "SIGKILL"), ("cpu:1", "forward", "SIGSEGV")]),
+]
+PHASES_AND_KINDS = [
+    (phase, kind)
+    for phase in PHASES
+    if phase not in ("start", "load")
+    for kind in CAUSES
+    if kind not in MEMORY or phase in ("forward", "backward")
 ]
 
 
@@ -312,3 +306,110 @@ def test_a_fault_changes_no_number(
     tried.rest()
     for fault in faults:
         tried.try_fault(*fault)
+
+
+@LONG
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("shares", ["even", "auto"])
+@pytest.mark.parametrize("way", [name for name in WAYS if name != "drop_in"])
+@pytest.mark.parametrize("num", [2, 3, 4])
+def test_every_fault_changes_no_number(
+    trial: Callable[..., Trial], num: int, way: str, shares: Any
+) -> None:
+    if way == "explicit":  # it takes the shares of each batch, and no number of restarts
+        pytest.skip("three restarts are not enough")
+    tried = trial(num, way, shares, restarts=1000)
+    tried.rest()
+    for phase, kind in PHASES_AND_KINDS:
+        has_it = not phase.startswith("exchange") or num > 2  # noqa: PLR2004
+        is_in_it = way != "inference" or phase.split()[0] in ("forward", "output", "idle")
+        if has_it and is_in_it:
+            tried.try_fault(f"cpu:{num - 1}", phase, kind)
+
+
+@pytest.mark.parametrize("kind", ["SIGKILL", "SIGTERM"])
+def test_a_helper_that_is_ended_at_its_start_gets_another_try(
+    trial: Callable[..., Trial], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    tried = trial(2, "one_line", "even")
+    (tmp_path / "sitecustomize.py").write_text(SITE)
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
+    tried.injector.fail_at("cpu:1", 0, "start", kind)
+
+    with pytest.warns(FaultWarning, match=rf"cpu:1 .*{kind}.*new helper starts"):
+        tried.rest()
+
+    assert tried.injector.has_fired
+    tried.await_all()
+
+
+def test_after_its_restarts_a_device_is_left_out_and_the_main_process_is_alone(
+    trial: Callable[..., Trial],
+) -> None:
+    tried = trial(2, "one_line", "even", restarts=0)
+    tried.rest()
+    expected = tried.expected(7)
+    tried.injector.fail_at("cpu:1", 0, "forward", "SIGKILL")
+
+    with pytest.warns(FaultWarning, match=r"cpu:1 .*SIGKILL.*restarts=0.*left out"):
+        found = tried.step(7)
+
+    tried.assert_same(found, expected, is_exact=True)
+    tried.step(8)
+    assert evener.report(tried.net).shares == (SIZE, 0)
+    assert psutil.Process().children() == []
+
+
+def test_a_piece_that_ends_two_helpers_is_an_error_and_the_module_works_on(
+    trial: Callable[..., Trial],
+) -> None:
+    tried = trial(2, "one_line", "even")
+    tried.rest()
+    expected = tried.expected(7)
+    tried.injector.fail_at("cpu:1", 0, "forward", "exit", times=2)
+
+    with (
+        pytest.warns(FaultWarning, match=r"exit code 3"),
+        pytest.raises(HelperDiedError, match=r"has ended two helpers of cpu:1"),
+    ):
+        tried.step(7)
+
+    assert tried.injector.has_fired
+    assert all(p.grad is None for p in tried.net.parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FaultWarning)
+        tried.await_all()
+    with torch.no_grad():
+        for name, buffer in tried.net.named_buffers():
+            assert buffer.shape == expected.buffers[name].shape
+    tried.step(8)
+
+
+class Raises(nn.Module):
+    """Raises where a sample is negative: on the second device only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if bool((x < 0).any()):
+            raise LookupError("a bad sample")
+        y: Tensor = self.linear(x)
+        return y
+
+
+def test_an_error_of_the_users_code_is_no_fault() -> None:
+    model = evener.parallelize(Raises(), "cpu*2", shares="even")
+    good, bad = torch.ones(4, 2), torch.tensor([[1.0, 1.0], [1, 1], [-1, 1], [1, 1]])
+    model(good).sum().backward()
+    before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    with pytest.raises(LookupError, match="a bad sample") as caught:
+        model(bad)
+
+    assert "cpu:1" in str(caught.value.__cause__)
+    assert [torch.equal(p.grad, b) for p, b in zip(model.parameters(), before, strict=True)]
+    assert [each.num_faults for each in evener.report(model).devices] == [0, 0]
+    evener.release(model)
