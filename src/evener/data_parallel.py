@@ -145,9 +145,8 @@ class DataWay:
             if sum(choice.shares[1:]) == 0 and not (choice.measured and grad):
                 if self._run is not None:
                     self._run.mirror.catch_up(module)  # a helper that comes would wait for it
-                if self._run is not None and self._num_calls % 8 == 0:
-                    # The other cores are the helpers', and may be slow. Once there, it stays.
-                    stack.enter_context(on_cores(self._devices[0].cores))
+                    if self._num_calls % 8 == 0:  # once there, it stays; the others may be slow
+                        stack.enter_context(on_cores(self._devices[0].cores))
                 stack.enter_context(self._marked())
                 stack.enter_context(seeded(seed(0)))
                 plain, shares = partial(forward, *args, **kwargs), choice.shares
