@@ -207,7 +207,10 @@ class DataWay:
         """End the helpers, and give the parameters memory of their own again."""
         if os.getpid() != self._main_pid:  # in a process that the user forked
             return
+        if not self._lock.acquire(blocking=threading.main_thread().is_alive()):
+            return  # the program ends, a thread of its in a call; the helpers end with the process
         with self._lock:
+            self._lock.release()
             if self._run is not None:
                 run, self._run = self._run, None
                 try:

@@ -1,9 +1,9 @@
 """The process of a helper: how it begins, serves and ends.
 
-It is started as a plain interpreter that runs :func:`main`, and knows its main process by two
-inherited descriptors alone, the channel's and the arena's. It ends when the channel closes or the
-main process ends, however that happens: a thread of its own waits for the main process's
-descriptor, even while the user's module computes.
+It is started as a plain interpreter that runs :func:`main`, and knows its main process by three
+inherited descriptors alone: the channel's, the arena's, and a lifeline. It ends when the channel
+closes or the main process ends, however that happens: the system kills it then, and a thread of
+its own waits for the main process's descriptor, even while the user's module computes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 
 import torch
 
@@ -37,6 +36,7 @@ def main(
     _label: str,
     *,
     spin_s: float,
+    lifeline_fd: int,
 ) -> None:
     """Serve the main process until it ends or closes the channel.
 
@@ -47,10 +47,11 @@ def main(
         cores: the CPU cores to compute on, one thread on each.
         _label: what the device is called, for whoever looks at the list of processes.
         spin_s: how long a wait looks before it sleeps.
+        lifeline_fd: the inherited descriptor of a pipe that closes with the main process.
     """
     os.environ[HELPER_VARIABLE] = str(os.getpid())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process, which tells us
-    pidfd = _watch_main_process(main_pid)
+    pidfd = _watch_main_process(main_pid, lifeline_fd)
     # The cores may have been taken away, or pinning forbidden: then it is slower, not wrong.
     with contextlib.suppress(OSError):
         os.sched_setaffinity(0, cores)
@@ -71,21 +72,27 @@ def main(
             os._exit(0)
 
 
-def _watch_main_process(main_pid: int) -> int:
-    """End this process as soon as the main process ends; returns its process descriptor, or -1."""
+def _watch_main_process(main_pid: int, lifeline_fd: int) -> int:
+    """End this process as soon as the main process ends; returns its process descriptor, or -1.
+
+    As a rule the system has done so already (see ``lifelines``), but a process that the user's
+    program has forked in its own way may hold the other end of the lifeline.
+    """
     try:
         pidfd = os.pidfd_open(main_pid)
     except (AttributeError, OSError):
         pidfd = -1
     if os.getppid() != main_pid:  # it ended before it could be watched
         os._exit(0)
+    ends = select.poll()
+    ends.register(lifeline_fd, 0)  # a hang-up is told without being asked for
+    if pidfd >= 0:
+        ends.register(pidfd, select.POLLIN)
 
     def watch() -> None:
-        if pidfd >= 0:
-            select.select([pidfd], [], [])
-        else:
-            while os.getppid() == main_pid:
-                time.sleep(0.5)
+        while not ends.poll(None if pidfd >= 0 else 500):
+            if os.getppid() != main_pid:
+                break
         os._exit(0)
 
     threading.Thread(target=watch, name="evener-watch", daemon=True).start()
