@@ -48,6 +48,8 @@ class Channel:
 
     Attributes:
         broken: whether a send was interrupted, so that nothing more can be sent.
+        torn: whether a message was taken, of which nobody has said that it has arrived where it
+            belongs; who says so sets it to false. An interrupt may come between any two steps.
     """
 
     def __init__(self, sock: socket.socket, other_pidfd: int, spin_s: float) -> None:
@@ -63,6 +65,7 @@ class Channel:
         if other_pidfd >= 0:
             self._poll.register(other_pidfd, select.POLLIN)
         self.broken = False
+        self.torn = False
 
     def send(self, message: Any, timeout_s: float) -> None:
         """Send a message.
@@ -134,12 +137,14 @@ class Channel:
         (length,) = _LENGTH.unpack_from(self._received)
         if len(self._received) < start + length:
             return None
+        self.torn = True
         data = bytes(memoryview(self._received)[start : start + length])
         del self._received[: start + length]
         return (pickle.loads(data),)  # noqa: S301 - from a process of our own team
 
     def _read(self) -> None:
         """Take what the socket has."""
+        before, self.torn = self.torn, True
         try:
             num_bytes = self._socket.recv_into(self._chunk)
         except ConnectionResetError as error:
@@ -147,3 +152,4 @@ class Channel:
         if not num_bytes:
             raise ChannelClosedError
         self._received += self._chunk[:num_bytes]
+        self.torn = before

@@ -207,11 +207,7 @@ class Recovery:
     def _speaker(self, seat: Seat, member: Member, work: Work) -> Ask:
         def ask(message: Any) -> Any:
             asked = Asked(message, member, time.perf_counter())
-            seat.asked.appendleft(asked)
-            try:
-                member.send(message, work.size)
-            except LOST as error:
-                asked.error = error.with_traceback(None)
+            seat.send(asked, work, is_next=True)
             return seat.hear(asked, work)
 
         return ask

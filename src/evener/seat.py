@@ -48,6 +48,25 @@ class Seat:
     unread: set[int] = field(default_factory=set)
     asked: deque[Asked] = field(default_factory=deque)
 
+    def send(self, asked: Asked, work: Work | None, *, is_next: bool = False) -> None:
+        """Send a message to the member; if that is lost, it is known when the answer is heard.
+
+        Args:
+            asked: the message.
+            work: the piece that it is about, if any.
+            is_next: whether its answer is heard before those of messages that were sent before,
+                to a member that has died. Default: no.
+        """
+        member: Member = asked.holder
+        # Until it is sent, no answer comes to what is noted here; an interrupt may come between.
+        member.channel.torn = True
+        (self.asked.appendleft if is_next else self.asked.append)(asked)
+        try:
+            member.send(asked.message, None if work is None else work.size)
+        except LOST as error:
+            asked.error = error.with_traceback(None)  # nor what its frames hold
+        member.channel.torn = False
+
     def hear(self, asked: Asked, work: Work | None) -> Any:
         """The answer of the member. Until it has come, or will not, it stays what was asked.
 
@@ -64,6 +83,7 @@ class Seat:
             self.asked.remove(asked)
             raise
         self.asked.remove(asked)
+        member.channel.torn = False
         self.worked.append((self.number, reply.start_s, reply.end_s))
         for piece in reply.freed:
             self.release(piece)

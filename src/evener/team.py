@@ -110,12 +110,10 @@ class Team:
             if work.is_split:  # its forward is run with it, from the start
                 holder = None
         asked = Asked(message, holder, time.perf_counter())
-        seat.asked.append(asked)
         if isinstance(holder, Member):
-            try:
-                holder.send(message, None if work is None else work.size)
-            except LOST as error:
-                asked.error = error.with_traceback(None)  # nor what its frames hold
+            seat.send(asked, work)
+        else:
+            seat.asked.append(asked)
 
     def receive(self, device: int) -> Any:
         """Wait for the answer to the last request to a device.
@@ -209,7 +207,8 @@ class Team:
         """
         answers = []
         for seat in self._seats[1:]:
-            if seat.member is not None and seat.member.channel.broken:
+            channel = None if seat.member is None else seat.member.channel
+            if channel is not None and (channel.broken or channel.torn):
                 self._roster.dismiss(seat)  # a message was interrupted halfway
             while seat.asked:
                 asked = seat.asked[0]
