@@ -239,6 +239,7 @@ def _reserve() -> tuple[int, mmap.mmap]:
         raise ArenaError(
             f"the system gives no shared memory (memfd_create: {error}); helpers need Linux"
         ) from error
+    os.fchmod(fd, 0o600)  # nobody else gets at it anyway, but that should not be for others to say
     size = 4 * max(memory_limit_bytes(Path("/")), 1 << 28) // PAGE_BYTES * PAGE_BYTES
     smallest = 1 << 26
     while True:

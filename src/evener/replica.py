@@ -82,8 +82,11 @@ def to_bytes(obj: Any, shared: Sequence[Tensor], path: str = "") -> bytes:
         return dumps(obj, numbers)
     except Exception as error:
         where, what = _culprit(obj, numbers, path)
+        kind, reason = type(what).__name__, str(error)
+        if kind not in reason:  # as a rule it is what the error speaks of
+            reason = f"{kind}: {reason}"
         raise ModuleError(
-            f"{where} cannot be sent to a helper: {type(what).__name__}: {error}; make it when it "
+            f"{where} cannot be sent to a helper: {reason}; make it when it "
             "is needed instead of keeping it as an attribute, or leave it out in __getstate__"
         ) from error
 
