@@ -2,42 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
 
-import psutil
 import pytest
+import torch
 
 from evener import messages
 from evener.arena import Arena
-from evener.channel import Channel
+from evener.devices import Device
+from evener.launch import launch
+from evener.pickling import dumps
 
 TIMEOUT_S = 100.0
 
 
 class Served:
-    """A helper that was started by hand."""
+    """A helper, as it is started, without the member that looks after it."""
 
-    def __init__(self, main_pid: int) -> None:
+    def __init__(self) -> None:
         self.arena = Arena()
-        ours, theirs = socket.socketpair()
-        fds = theirs.fileno(), self.arena.fd
-        arguments = [*fds, main_pid, [0], "cpu:1"]
-        program = (
-            "import json, sys; from evener.process import main;"
-            "main(*json.loads(sys.argv[1]), spin_s=0.0)"
-        )
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", program, json.dumps(arguments)], pass_fds=fds
-        )
-        theirs.close()
-        self.channel = Channel(ours, -1, 0.0)
+        device = Device("cpu", 1, (0,), 1, "test")
+        started = launch(device, self.arena.fd, 0.0)
+        self.process, self.channel, self.pidfd, self.lifeline = started
 
     def ask(self, message: Any) -> Any:
         self.channel.send(messages.Request(message, []), TIMEOUT_S)
@@ -47,12 +37,13 @@ class Served:
         self.process.kill()
         self.process.wait()
         self.channel.close()
+        self.lifeline.close()
         self.arena.close()
 
 
 @pytest.fixture
 def served() -> Iterator[Served]:
-    served = Served(os.getpid())
+    served = Served()
     try:
         assert isinstance(served.channel.receive(TIMEOUT_S).message, messages.Done)  # it is there
         yield served
@@ -60,25 +51,34 @@ def served() -> Iterator[Served]:
         served.end()
 
 
+class NumThreads:
+    """Is the number of torch's threads where it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return _fail_with_threads, ()
+
+
+def _fail_with_threads() -> None:
+    raise ValueError(f"{torch.get_num_threads()} threads")
+
+
 def test_it_serves_until_the_channel_closes(served: Served) -> None:
     assert isinstance(served.ask(messages.Done()), messages.Failure)
-    assert isinstance(served.ask(messages.Done()), messages.Failure)
+    served.process.send_signal(signal.SIGINT)  # Ctrl-C is for the main process
+    data, path = dumps(NumThreads()), list(sys.path)
+    load = messages.Load(data, [], messages.Span(0, 0), [], [], [], path, None)
+    assert served.ask(load).summary == "ValueError: 1 threads"
 
     served.channel.close()
 
     assert served.process.wait(TIMEOUT_S) == 0
 
 
-def test_ctrl_c_is_for_the_main_process_and_it_computes_on_its_own_core(served: Served) -> None:
-    served.process.send_signal(signal.SIGINT)
+@pytest.mark.parametrize("stopped", [True, False])
+def test_it_ends_with_the_main_process_whatever_it_does(served: Served, *, stopped: bool) -> None:
+    if stopped:
+        os.kill(served.process.pid, signal.SIGSTOP)
 
-    assert isinstance(served.ask(messages.Done()), messages.Failure)
-    assert psutil.Process(served.process.pid).cpu_affinity() == [0]
+    served.lifeline.close()  # as the system does
 
-
-def test_one_whose_main_process_has_ended_already_does_not_begin() -> None:
-    served = Served(psutil.Process().parent().pid)  # type: ignore[union-attr]
-    try:
-        assert served.process.wait(TIMEOUT_S) == 0
-    finally:
-        served.end()
+    assert served.process.wait(TIMEOUT_S) in (-signal.SIGKILL, 0)

@@ -13,6 +13,7 @@ for a parent's death would not do: it is for the death of the thread that has st
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
 from io import FileIO
@@ -20,8 +21,14 @@ from io import FileIO
 _held: weakref.WeakSet[FileIO] = weakref.WeakSet()
 
 
+@functools.cache
+def _prepare() -> None:
+    os.register_at_fork(after_in_child=_let_go)
+
+
 def new() -> tuple[FileIO, int]:
     """A new lifeline: this process's end, and the descriptor of the helper's."""
+    _prepare()
     theirs, ours = os.pipe()
     held = FileIO(ours, "wb")
     _held.add(held)
@@ -32,6 +39,3 @@ def _let_go() -> None:
     """In a process that the user has forked: it must not keep the helpers of the first alive."""
     for held in list(_held):
         held.close()
-
-
-os.register_at_fork(after_in_child=_let_go)

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
-import socket
 import subprocess
-import sys
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from io import FileIO
+from contextlib import suppress
 from typing import Any, NamedTuple
 
-from evener import allocator, lifelines, messages
-from evener.channel import Channel, ChannelClosedError, ChannelTimeoutError
+from evener import messages
+from evener.channel import ChannelClosedError, ChannelTimeoutError
 from evener.devices import Device
-from evener.errors import HelperStartError
+from evener.launch import launch
 from evener.memory import KillCount
 from evener.patience import Patience
 from evener.printing import Printed
@@ -35,33 +29,6 @@ _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT, s
 
 #: How the end of a helper shows when it is spoken with.
 LOST = (ChannelClosedError, ChannelTimeoutError)
-
-#: The first lines are for who ends the main process, or presses Ctrl-C, while torch is imported.
-#: See ``lifelines``; a pipe that was closed before it was asked to tell tells nothing.
-_PROGRAM = """\
-import fcntl, json, os, select, signal, sys
-signal.signal(signal.SIGINT, signal.SIG_IGN)
-signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-lifeline = int(sys.argv[4])
-try:
-    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC)
-except OSError:
-    pass
-poll = select.poll()
-poll.register(lifeline, 0)
-if poll.poll(0):
-    os._exit(0)
-sys.path[:] = json.loads(sys.argv[1])
-arguments = json.loads(sys.argv[2])
-try:
-    os.sched_setaffinity(0, arguments[3])  # what it imports is not to disturb the others' cores
-except OSError:
-    pass
-from evener.process import main
-main(*arguments, spin_s=float(sys.argv[3]), lifeline_fd=lifeline)
-"""
 
 
 class Cause(NamedTuple):
@@ -112,7 +79,7 @@ class Member:
         self.num_pieces = 0
         self.dropped: deque[int] = deque()
         self._patience = Patience(timeout_s)
-        self._process, self.channel, self.pidfd, self._lifeline = _start(device, arena_fd, spin_s)
+        self._process, self.channel, self.pidfd, self._lifeline = launch(device, arena_fd, spin_s)
         self.pid = self._process.pid
         self._kill_count = KillCount(self.pid)
         self._looked_s = self.started_s = time.monotonic()
@@ -237,89 +204,3 @@ class Member:
                 message = self.channel.receive(0)
                 if isinstance(message, Printed):
                     message.show()
-
-
-def _start(
-    device: Device, arena_fd: int, spin_s: float
-) -> tuple[subprocess.Popen[bytes], Channel, int, FileIO]:
-    """Start a helper's process; gives channel, process descriptor, and our end of its lifeline."""
-    if not sys.executable:
-        raise HelperStartError("helpers need a Python interpreter; sys.executable is empty")
-    if getattr(sys, "frozen", False):  # the "interpreter" would be this program once more
-        raise HelperStartError(
-            "helpers need a Python interpreter, and a frozen program has none; set sys.executable "
-            "to one that can import torch and evener, and delete sys.frozen"
-        )
-    arguments = [arena_fd, os.getpid(), list(device.cores), device.label]
-    process = None
-    with ExitStack() as theirs, ExitStack() as ours:
-        try:
-            sock, its_sock = socket.socketpair()
-            ours.callback(sock.close)
-            theirs.callback(its_sock.close)
-            lifeline, its_fd = lifelines.new()
-            ours.callback(lifeline.close)
-            theirs.callback(os.close, its_fd)
-            with _without_interrupts():
-                process = subprocess.Popen(  # noqa: S603 - our own interpreter, our own program
-                    [
-                        sys.executable,
-                        *subprocess._args_from_interpreter_flags(),  # type: ignore[attr-defined]
-                        "-c",
-                        _PROGRAM,
-                        json.dumps(sys.path),
-                        json.dumps([its_sock.fileno(), *arguments]),
-                        str(spin_s),
-                        str(its_fd),
-                    ],
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=(its_sock.fileno(), arena_fd, its_fd),
-                    env={**os.environ, **_environment(device)},
-                    cwd=_folder(),
-                )
-        except OSError as error:
-            raise HelperStartError(
-                f"the helper of {device.label} could not be started: {error}"
-            ) from error
-        except BaseException:  # an interrupt that has waited
-            if process is not None:
-                process.kill()
-                process.wait()
-            raise
-        ours.pop_all()
-    try:
-        pidfd = os.pidfd_open(process.pid)
-    except (AttributeError, OSError):
-        pidfd = -1
-    return process, Channel(sock, pidfd, spin_s), pidfd, lifeline
-
-
-@contextmanager
-def _without_interrupts() -> Iterator[None]:
-    """Let Ctrl-C wait: it must not fall between a process and our knowing of it.
-
-    The process inherits this, so that Ctrl-C in a terminal does not reach it before it has said
-    that it is not concerned.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _folder() -> str:
-    """Where a helper starts: here, unless that was deleted, where libraries do not load."""
-    with suppress(OSError):
-        return os.getcwd()
-    return "/"
-
-
-def _environment(device: Device) -> dict[str, str]:
-    """What a helper's process needs to hear before its libraries are loaded."""
-    threads = str(max(1, len(device.cores)))
-    return {
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
-        **allocator.helper_environment(),
-    }

@@ -1,17 +1,16 @@
 """The process of a helper: how it begins, serves and ends.
 
-It is started as a plain interpreter that runs :func:`main`, and knows its main process by three
-inherited descriptors alone: the channel's, the arena's, and a lifeline. It ends when the channel
-closes or the main process ends, however that happens: the system kills it then, and a thread of
-its own waits for the main process's descriptor, even while the user's module computes.
+It is started as a plain interpreter that runs :func:`main` (see ``launch``), and knows its main
+process by three inherited descriptors alone: the channel's, the arena's, and a lifeline. It ends
+when the channel closes or the main process ends, however that happens: the system kills it then,
+and a thread of its own waits for the main process's descriptor, even while the user's module
+computes.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
-import signal
 import socket
 import sys
 import threading
@@ -50,11 +49,7 @@ def main(
         lifeline_fd: the inherited descriptor of a pipe that closes with the main process.
     """
     os.environ[HELPER_VARIABLE] = str(os.getpid())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process, which tells us
     pidfd = _watch_main_process(main_pid, lifeline_fd)
-    # The cores may have been taken away, or pinning forbidden: then it is slower, not wrong.
-    with contextlib.suppress(OSError):
-        os.sched_setaffinity(0, cores)
     torch.set_num_threads(len(cores))
     helper = Helper(Arena(arena_fd))
     channel = Channel(socket.socket(fileno=channel_fd), pidfd, spin_s)
