@@ -125,11 +125,20 @@ class Found(NamedTuple):
 class Trial:
     """A module on several devices whose helpers fail."""
 
-    def __init__(self, folder: Path, num: int, way: str, shares: Any, restarts: int = 100) -> None:
-        self.is_exact = shares != "auto"
+    def __init__(
+        self,
+        folder: Path,
+        num: int,
+        way: str,
+        shares: Any,
+        restarts: int = 100,
+        *,
+        is_random: bool = True,
+    ) -> None:
+        # Dropout and batch norm see how a batch is cut, into shares or into portions.
+        self.is_exact = shares != "auto" and is_random
         self.injector = Injector(folder)
         self._way = WAYS[way]
-        # Not with several backwards: what a piece does not know, it cannot be asked for twice.
         net = Net(self.injector, is_random=self.is_exact)
         self.net = net if self.is_exact else net.double()
         self.x = torch.randn(SIZE, 8, dtype=torch.float32 if self.is_exact else torch.float64)
@@ -270,7 +279,6 @@ COVER: list[tuple[int, str, Any, list[Fault]]] = [
             ("cpu:1", "output before", "SIGKILL"),
             ("cpu:1", "backward", "SIGTERM"),
             ("cpu:1", "idle", "SIGKILL"),
-            ("cpu:1", "forward", "MemoryError"),
         ],
     ),
     (
@@ -295,7 +303,7 @@ PHASES_AND_KINDS = [
     for phase in PHASES
     if phase not in ("start", "load")
     for kind in CAUSES
-    if kind not in MEMORY or phase in ("forward", "backward")
+    if kind not in MEMORY
 ]
 
 
@@ -309,6 +317,16 @@ def test_a_fault_changes_no_number(
     tried.rest()
     for fault in faults:
         tried.try_fault(*fault)
+
+
+@pytest.mark.parametrize("way", ["with_input_gradient", "two_forwards"])
+def test_what_there_is_no_memory_for_is_done_in_portions(
+    trial: Callable[..., Trial], way: str
+) -> None:
+    tried = trial(2, way, "even", is_random=False)
+    tried.rest()
+    tried.try_fault("cpu:1", "forward", "MemoryError")
+    tried.try_fault("cpu:1", "backward", "allocator")
 
 
 @LONG
