@@ -25,10 +25,10 @@ import math
 import mmap
 import os
 import sys
-from bisect import insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -149,7 +149,8 @@ class Arena:
                     f"the team's shared memory could not be mapped ({error}); see `ulimit -v`"
                 ) from error
         self.size_bytes = len(self._mapping)
-        self._free: list[tuple[int, int]] = [(0, self.size_bytes)]  # (offset, bytes), sorted
+        # By offset. Never changed in place: an interrupt must find it whole, and what is free is
+        # what is not in it.
         self._taken: list[Region] = []
 
     def take(self, num_bytes: int) -> Region:
@@ -161,20 +162,17 @@ class Arena:
         Raises:
             ArenaError: if the arena has no such gap.
         """
-        self._reclaim()
+        taken = self._still_taken()
         size = max(1, -(-num_bytes // PAGE_BYTES)) * PAGE_BYTES
-        for i, (offset, gap) in enumerate(self._free):
+        for i, (offset, gap) in enumerate(self._gaps(taken)):
             if gap >= size:
-                if gap == size:
-                    del self._free[i]
-                else:
-                    self._free[i] = (offset + size, gap - size)
                 region = Region(self._mapping, offset, size)
-                self._taken.append(region)
+                self._taken = [*taken[:i], region, *taken[i:]]
                 return region
+        self._taken = taken
         raise ArenaError(
             f"the shared memory of the team has no room for {num_bytes} bytes more: "
-            f"{sum(r.num_bytes for r in self._taken)} of {self.size_bytes} are taken; "
+            f"{sum(r.num_bytes for r in taken)} of {self.size_bytes} are taken; "
             "use a smaller batch, or keep fewer outputs alive"
         )
 
@@ -190,29 +188,31 @@ class Arena:
     def close(self) -> None:
         """Give the memory back, but for regions of which the user still holds a tensor."""
         if self.fd >= 0:
-            self._reclaim()
-            for offset, gap in self._free:
-                self._mapping.madvise(mmap.MADV_REMOVE, offset, gap)
+            for offset, gap in self._gaps(self._still_taken()):
+                if gap:
+                    self._mapping.madvise(mmap.MADV_REMOVE, offset, gap)
             os.close(self.fd)
             self.fd = -1
 
-    def _reclaim(self) -> None:
-        kept = []
-        for region in self._taken:
-            if region.closed and not region.in_use:
-                insort(self._free, (region.offset, region.num_bytes))
-            else:
-                kept.append(region)
-        if len(kept) == len(self._taken):
-            return
-        self._taken = kept
-        merged: list[tuple[int, int]] = []
-        for offset, gap in self._free:
-            if merged and sum(merged[-1]) == offset:
-                merged[-1] = (merged[-1][0], merged[-1][1] + gap)
-            else:
-                merged.append((offset, gap))
-        self._free = merged
+    def _still_taken(self) -> list[Region]:
+        return [region for region in self._taken if not region.closed or region.in_use]
+
+    def _gaps(self, taken: Sequence[Region]) -> Iterator[tuple[int, int]]:
+        """The gap before each region, and the one behind the last: offset and bytes."""
+        end = 0
+        for region in taken:
+            yield end, region.offset - end
+            end = region.offset + region.num_bytes
+        yield end, self.size_bytes - end
+
+
+def normal_mode() -> AbstractContextManager[Any]:
+    """Out of the user's inference mode: what is made in it cannot be changed in place later.
+
+    Not where there is none: an interrupt may keep torch's guard alive until it is collected, and
+    it then sets gradients on or off as they were when it was made.
+    """
+    return torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def put(arena: Arena, tensors: Sequence[Tensor]) -> tuple[list[Place], Region]:
@@ -225,7 +225,7 @@ def put(arena: Arena, tensors: Sequence[Tensor]) -> tuple[list[Place], Region]:
     region = arena.take(num_bytes)
     places = moved(places, region.offset)
     # Inference mode would make the tensors over the region unfit for a later in-place change.
-    with torch.inference_mode(mode=False), torch.no_grad():
+    with normal_mode(), torch.no_grad():
         for place, tensor in zip(places, tensors, strict=True):
             region.tensor(place).copy_(tensor)
     return places, region

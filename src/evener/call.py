@@ -58,6 +58,7 @@ class Call:
     """
 
     outputs: Outputs
+    _is_open = False  # whether helpers hold a piece of this call
 
     def __init__(
         self,
@@ -70,7 +71,6 @@ class Call:
         seeds: Mapping[int, int],
         timing: Timing,
     ) -> None:
-        self._is_open = False  # whether helpers hold a piece of this call
         self.run = run
         self.timing = timing
         timing.begin(FORWARD, run.team.worked)
@@ -90,7 +90,7 @@ class Call:
         self._is_delegated = False  # whether the first device's piece is not run by this object
 
     def __del__(self) -> None:
-        if self.timing.num_phases == 1 and self.timing.kind == FORWARD:
+        if self._is_open and self.timing.num_phases == 1 and self.timing.kind == FORWARD:
             self.run.forwards.append(self.timing)
         self._close()
 

@@ -8,7 +8,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -86,8 +86,11 @@ class Faults:
         try:
             yield
         except BaseException:
-            with suppress(FaultWarning):  # where warnings are errors: the other one goes first
+            untold = list(self._untold)
+            try:
                 self.tell()
+            except FaultWarning:  # warnings are errors: the other error goes first
+                self._untold = untold
             raise
         self.tell()
 

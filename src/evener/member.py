@@ -81,9 +81,14 @@ class Member:
         self._patience = Patience(timeout_s)
         self._process, self.channel, self.pidfd, self._lifeline = launch(device, arena_fd, spin_s)
         self.pid = self._process.pid
-        self._kill_count = KillCount(self.pid)
         self._looked_s = self.started_s = time.monotonic()
         self._limit_s = 0.0
+        try:
+            self._kill_count = KillCount(self.pid)
+        except BaseException:  # an interrupt
+            self.kill()
+            self.channel.close()
+            raise
 
     # -------------------------------------------------------------- speaking
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from evener import messages
-from evener.arena import Place, Region, lay_out, moved
+from evener.arena import Place, Region, lay_out, moved, normal_mode
 from evener.contents import hidden_gradients
 from evener.errors import ModuleError
 from evener.pickling import COMPILE_NAME
@@ -148,7 +148,7 @@ class Mirror:
             form = (tensor.device.type, tensor.dtype, tensor.shape, tensor.stride())
             if form != ("cpu", place.dtype, place.shape, place.stride):
                 return False
-        with torch.inference_mode(mode=False), torch.no_grad():
+        with normal_mode(), torch.no_grad():
             for tensor, place in pairs:
                 there = region.tensor(place)
                 if there.data_ptr() != tensor.data_ptr():
@@ -169,7 +169,7 @@ class Mirror:
                     f"{', '.join(device.label for device in team.devices)}: call module.cpu()"
                 )
         # The user may call under inference_mode; what is made here outlives that.
-        with torch.inference_mode(mode=False), torch.no_grad():
+        with normal_mode(), torch.no_grad():
             self.layout, self.layout_bytes = lay_out(self.shared)
             region = team.arena.take(self.layout_bytes)
             data = to_bytes(module, self.shared)
@@ -182,7 +182,7 @@ class Mirror:
         team.load(lambda: self._load_message(data), everybody=True)
         _warn_of_hidden(module, self.shared)
         self._watch = Watch(module, self.shared, COMPILE_NAME)
-        with torch.inference_mode(mode=False):
+        with normal_mode():
             self._told = told_first(team.arena, self._watch.told_buffers())
 
     def _load_message(self, data: bytes) -> messages.Load:

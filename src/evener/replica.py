@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evener.arena import Place, Region
+from evener.arena import Place, Region, normal_mode
 from evener.errors import ModuleError
 from evener.pickling import STATE_NAME, dumps
 
@@ -172,7 +172,7 @@ def adopt(tensors: Sequence[Tensor], places: Sequence[Place], region: Region) ->
                 "the same memory; tie them by giving both names to one nn.Parameter"
             )
     # The user may call under inference_mode; what is made here outlives that.
-    with torch.inference_mode(mode=False), torch.no_grad():
+    with normal_mode(), torch.no_grad():
         for tensor, place in zip(tensors, places, strict=True):
             there = region.tensor(place)
             there.copy_(tensor.detach())
@@ -181,7 +181,7 @@ def adopt(tensors: Sequence[Tensor], places: Sequence[Place], region: Region) ->
 
 def give_back(tensors: Sequence[Tensor]) -> None:
     """Move tensors, and their gradients, out of the arena into memory of their own."""
-    with torch.inference_mode(mode=False), torch.no_grad():
+    with normal_mode(), torch.no_grad():
         for tensor in tensors:
             tensor.data = tensor.detach().clone()
             if tensor.grad is not None:

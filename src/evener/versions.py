@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 
+from evener.arena import normal_mode
+
 #: Where the number is: behind the reference count, the type and the number of entries.
 _OFFSET = 24
 _values = dict.values
@@ -56,7 +58,7 @@ class _Counted:
         num_words = (max(addresses) - first) // 8 + 1
         # Of all these words only the dictionaries' own are ever read.
         words = (ctypes.c_int64 * num_words).from_address(first)
-        with torch.inference_mode(mode=False):
+        with normal_mode():
             self._words = torch.frombuffer(words, dtype=torch.int64, count=num_words)
             self._where = torch.tensor(
                 [(address - first) // 8 for address in addresses], device="cpu"

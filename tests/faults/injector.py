@@ -40,7 +40,7 @@ import json, os, sys
 folder = os.environ.get({FOLDER_VARIABLE!r})
 if folder and "evener.process" in " ".join(sys.orig_argv):
     from pathlib import Path
-    label = json.loads(sys.orig_argv[-2])[-1]
+    label = json.loads(sys.orig_argv[sys.orig_argv.index("-c") + 3])[-1]
     armed = Path(folder) / "armed"
     try:
         fault = json.loads(armed.read_text())

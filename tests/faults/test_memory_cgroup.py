@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import evener
-from evener.errors import FaultWarning, SampleTooLargeError
+from evener.errors import FaultWarning
 
 #: What one sample takes in the forward, in bytes.
 SAMPLE_BYTES = 1 << 25
@@ -97,14 +97,15 @@ def test_where_addresses_end_a_piece_is_run_in_portions(model: Hungry) -> None:
     assert "had no memory for 8 samples" in faults[0]
 
 
-def test_where_one_sample_does_not_fit_that_is_said(model: Hungry) -> None:
+def test_where_one_sample_does_not_fit_the_main_process_does_all(model: Hungry) -> None:
     limit_addresses(SAMPLE_BYTES // 8)
 
-    with pytest.raises(SampleTooLargeError, match=r"one sample does not fit .*cpu:1"):
-        model(torch.randn(SIZE, 4, dtype=torch.float64))
+    for _ in range(2):  # a piece in portions of one; then a piece of one
+        with pytest.warns(FaultWarning, match="cpu:1 had no memory for .*the main process"):
+            model(torch.ones(SIZE, 4, dtype=torch.float64))
 
-    limit_addresses(1 << 40)
-    assert model(torch.ones(2, 4, dtype=torch.float64)).shape == (2, 4)
+    model(torch.ones(SIZE, 4, dtype=torch.float64))
+    assert evener.report(model).shares == (SIZE, 0)
 
 
 # ------------------------------------------------------------------ a control group
