@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Callable, Collection
 
 import pytest
+from bounds import LONG
 
 Start = Callable[..., subprocess.Popen[str]]
 OutputOf = Callable[..., str]
@@ -66,7 +67,13 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS.keys())
+@pytest.mark.parametrize(
+    "end",
+    [
+        pytest.param(end, id=name, marks=LONG if name in ("aborts", "exits hard") else [])
+        for name, end in ENDS.items()
+    ],
+)
 def test_nothing_is_left_however_it_ends_in_a_call(
     start_program: Start, left_of: LeftOf, end: str
 ) -> None:
@@ -88,13 +95,22 @@ SOFT_ENDS = {
     "raises": "raise ValueError('on purpose')",
     "is interrupted": "os.kill(os.getpid(), signal.SIGINT); time.sleep(30)",
 }
+#: While a thread is in a call, or not.
+FIRST_ENDS = ((True, "raises"), (True, "is interrupted"), (False, "ends"))
 
 
-@pytest.mark.parametrize("end", SOFT_ENDS.values(), ids=SOFT_ENDS.keys())
-@pytest.mark.parametrize("busy", [True, False], ids=["in a call", "between calls"])
+@pytest.mark.parametrize(
+    ("busy", "name"),
+    [
+        pytest.param(busy, name, marks=[] if (busy, name) in FIRST_ENDS else LONG)
+        for busy in (True, False)
+        for name in SOFT_ENDS
+    ],
+)
 def test_nothing_is_left_when_the_interpreter_ends(
-    start_program: Start, left_of: LeftOf, end: str, busy: bool
+    start_program: Start, left_of: LeftOf, name: str, *, busy: bool
 ) -> None:
+    end = SOFT_ENDS[name]
     program = IN_A_CALL if busy else BUSY + "print(*helpers, flush=True)\n"
 
     main = start_program(program + end)

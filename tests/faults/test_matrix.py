@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 import torch
+from bounds import LONG
 from injector import CAUSES, FOLDER_VARIABLE, MEMORY, PHASES, SITE, Injector, Net
 from torch import Tensor, nn
 
@@ -28,11 +29,9 @@ from evener import gluon
 from evener.errors import FaultWarning, HelperDiedError
 from evener.pickling import STATE_NAME
 
-IS_LONG = os.environ.get("EVENER_LONG_TESTS") == "1"
 #: Samples of a batch: with any shares the outputs of each device are too large for a message.
 SIZE = 96
 TIMEOUT_S = 4.0
-LONG = pytest.mark.skipif(not IS_LONG, reason="EVENER_LONG_TESTS=1 runs all combinations")
 
 Step = Callable[[Any, Tensor], dict[str, Tensor]]
 
@@ -145,7 +144,7 @@ class Trial:
         devices = f"cpu*{num}"
         self.called: nn.Module = self.net
         if way == "explicit":
-            gluon.initialize(self.net, None, devices, timeout_s=TIMEOUT_S)
+            gluon.initialize(self.net, None, devices, timeout_s=TIMEOUT_S, restarts=restarts)
         elif way == "drop_in":
             self.called = evener.DataParallel(self.net, devices, shares=shares)
         else:
@@ -337,8 +336,6 @@ def test_what_there_is_no_memory_for_is_done_in_portions(
 def test_every_fault_changes_no_number(
     trial: Callable[..., Trial], num: int, way: str, shares: Any
 ) -> None:
-    if way == "explicit":
-        pytest.skip("it takes no number of restarts, and three are not enough")
     tried = trial(num, way, shares, restarts=1000)
     tried.rest()
     for phase, kind in PHASES_AND_KINDS:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from bounds import LONG
 from torch import nn
 
 import evener
@@ -79,7 +80,10 @@ def script(tmp_path: Path) -> Path:
 # ------------------------------------------------------------------ the interpreter
 
 
-@pytest.mark.parametrize("flag", ["-I", "-O", "-OO", "-S -I", "-E", "-s"])
+@pytest.mark.parametrize(
+    "flag",
+    ["-I", "-O", *(pytest.param(flag, marks=LONG) for flag in ("-OO", "-S -I", "-E", "-s"))],
+)
 def test_flags_of_the_interpreter(script: Path, flag: str) -> None:
     flags = flag.split()
     if "-S" in flags:
@@ -156,7 +160,7 @@ print(*sorted(kinds))
     assert output_of(program).split() == ["ArenaError", "HelperStartError", "right"]
 
 
-@pytest.mark.parametrize("room_mb", [1, 100, 1000])
+@pytest.mark.parametrize("room_mb", [1, 100, pytest.param(1000, marks=LONG)])
 def test_a_limit_on_memory(output_of: OutputOf, room_mb: int) -> None:
     limited = f"""
 size = int(open("/proc/self/statm").read().split()[0]) * 4096 + ({room_mb} << 20)

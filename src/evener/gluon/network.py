@@ -33,6 +33,7 @@ def initialize(
     *,
     force_reinit: bool = False,
     timeout_s: float | None = None,
+    restarts: int = 3,
 ) -> ModuleT:
     """Put a network on devices, and give it its first values.
 
@@ -48,6 +49,7 @@ def initialize(
         force_reinit: whether a network that is initialized already is initialized again, on
             ``devices``, even if they are others. Default: it is left as it is, with a warning.
         timeout_s: as for :func:`evener.parallelize`.
+        restarts: as for :func:`evener.parallelize`.
 
     Returns:
         The same object.
@@ -97,7 +99,7 @@ def initialize(
         release(net)
         state = None
     if state is None:
-        parallelize(net, found, timeout_s=timeout_s)
+        parallelize(net, found, timeout_s=timeout_s, restarts=restarts)
         state = vars(net)[STATE_NAME]
     if state.explicit is None:
         labels = [device.label for device in found]
