@@ -59,7 +59,7 @@ class Helper:
         self._buffers: list[Tensor] = []
         self._is_seeded = False
         # The pieces, and the regions of their inputs until nothing reads them any more.
-        self._pieces: dict[int, Piece | Portions] = {}
+        self._pieces: dict[int, Piece] = {}
         self._regions: dict[int, Region] = {}
         self._structure: Structure | None = None
         self._sent_structure: Structure | None = None
@@ -150,13 +150,12 @@ class Helper:
             ]
             wanted = [isinstance(leaf, messages.Input) and leaf.wanted for leaf in leaves]
             grad = message.settings.grad
-            piece: Piece | Portions
-            if message.split is None:
-                piece = Piece(inputs, wanted, self._structure, message.seed, grad=grad)
-            else:
-                piece = Portions(
-                    inputs, wanted, self._structure, message.seed, grad=grad, split=message.split
-                )
+            given = (inputs, wanted, self._structure, message.seed)
+            piece = (
+                Piece(*given, grad=grad)
+                if message.split is None
+                else Portions(*given, grad=grad, split=message.split)
+            )
             if message.deferred:
                 self._pieces[message.piece] = piece
                 return messages.Outputs(None, [])

@@ -78,7 +78,7 @@ class Split:
         return [(self.size * (i + 1)) // num - (self.size * i) // num for i in range(num)]
 
 
-class Portions:
+class Portions(Piece):
     """A piece that is run in portions; to its device it is like a :class:`Piece`.
 
     Args:
@@ -104,17 +104,10 @@ class Portions:
         grad: bool,
         split: Split,
     ) -> None:
-        self._structure = structure
+        super().__init__(leaves, wanted, structure, seed, grad=grad)
         self._wanted = list(wanted)
-        self._seed = seed
         self._split = split
         self._cut = Cut(split.shares)
-        self.grad = grad
-        self._leaves = [
-            leaf.detach().requires_grad_(grad and want) if isinstance(leaf, Tensor) else leaf
-            for leaf, want in zip(leaves, wanted, strict=True)
-        ]
-        self.outputs: list[Any] = []
 
     def forward(self, function: Callable[..., Any]) -> Structure:
         """Run the module's forward on one portion after the other.
@@ -129,11 +122,6 @@ class Portions:
         structure = answers[0][0]
         self.outputs = self._joined(structure, answers)
         return structure
-
-    @property
-    def inputs(self) -> list[Tensor]:
-        """The inputs that a gradient is wanted for, in order."""
-        return [leaf for leaf in self._leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
 
     def backward(self, function: Callable[..., Any], gradients: Sequence[Tensor | None]) -> None:
         """Run forward and backward of one portion after the other.
