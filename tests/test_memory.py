@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,10 @@ def test_what_the_allocator_raises_is_known() -> None:
         (MemoryError(), True),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), True),
         (RuntimeError("MPS backend out of memory"), True),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
+        (ImportError("mtrand.so: failed to map segment from shared object"), True),
+        (OSError(errno.ENOENT, "No such file"), False),
+        (ImportError("No module named 'x'"), False),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (KeyError("out of memory"), False),
         (ArenaError("no room"), False),

@@ -21,6 +21,7 @@ class FakeMember:
     def __init__(self, *answers: Any) -> None:
         self.answers = list(answers)
         self.dropped: list[int] = []
+        self.channel = SimpleNamespace(torn=True)
 
     def receive(self, message: Any, size: Any) -> Any:
         answer = self.answers.pop(0)
@@ -83,6 +84,7 @@ def test_an_answer_ends_what_was_asked(seat: Seat) -> None:
     assert not seat.asked
     assert seat.worked == [(1, 1.0, 2.0)]
     assert seat.unread == {7}
+    assert not member.channel.torn
 
 
 @pytest.mark.parametrize(

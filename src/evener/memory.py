@@ -8,19 +8,23 @@ and the machine counts all of them.
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import torch
 
 from evener.errors import EvenerError
 
-#: How torch's allocators begin to say it where they raise nothing but a RuntimeError.
+#: How torch's allocators begin to say it where they raise nothing but a RuntimeError, and others.
 _TEXTS = (
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
     "std::bad_alloc",
     "out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
+    # How the loader of libraries says it, for what is imported at the first use.
+    "failed to map segment from shared object",
+    "Cannot allocate memory",
 )
 
 
@@ -35,7 +39,11 @@ def is_memory_error(error: BaseException) -> bool:
         return False
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS)
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, (RuntimeError, ImportError)) and any(
+        text in str(error) for text in _TEXTS
+    )
 
 
 class KillCount:

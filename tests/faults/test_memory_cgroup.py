@@ -77,8 +77,12 @@ def assert_survived(model: Hungry, faults: list[str], found: list[Tensor], x: Te
     assert len(faults) >= 1
     assert "cpu:1" in faults[0]
     assert "portions of" in faults[0]
-    again, more = faults_of_step(model, x)
-    torch.testing.assert_close(again, expected, rtol=1e-10, atol=1e-10)
+    # How much fits changes a little, as memory falls into pieces: it may be halved once more.
+    more = ["?"]
+    for _ in range(3):
+        if more:
+            again, more = faults_of_step(model, x)
+            torch.testing.assert_close(again, expected, rtol=1e-10, atol=1e-10)
     assert more == []
     shares = evener.report(model).shares
     assert shares[1] < SIZE // 2
