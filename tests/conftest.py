@@ -13,6 +13,7 @@ import importlib.util
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -64,6 +65,10 @@ _mark = str(os.getpid())
 
 def pytest_configure() -> None:
     os.environ[MARK] = _mark
+    # A shell without job control gives its background programs a SIGINT that is ignored, and so
+    # do these to the programs they start; here some are interrupted.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_unconfigure() -> None:
