@@ -254,23 +254,23 @@ def left_behind(before: Counter[str]) -> list[str]:
     for _ in range(100):
         gc.collect()
         left = [f"process {child.pid}" for child in psutil.Process().children()]
-        left += [f"descriptor of {what}" for what in (descriptors() - before).elements()]
-        maps = Path("/proc/self/maps").read_text()
-        left += ["mapping of an arena"] * ("/memfd:evener" in maps)
+        left += (held() - before).elements()
         if not left:
             break
         time.sleep(0.02)
     return left
 
 
-def descriptors() -> Counter[str]:
-    """What this process has open, by what it leads to."""
+def held() -> Counter[str]:
+    """What this process has open and what of arenas it has mapped, by what it leads to."""
     found: Counter[str] = Counter()
     for link in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # that of the list itself
             target = str(link.readlink())
             if not target.startswith("/proc/"):
-                found[target.partition("[")[0]] += 1
+                found[f"descriptor of {target.partition('[')[0]}"] += 1
+    maps = Path("/proc/self/maps").read_text().split("\n")
+    found["mapping of an arena"] = sum("/memfd:evener" in line for line in maps)
     return found
 
 
@@ -278,7 +278,7 @@ def one_round(seed: int, kind: str, num_steps: int, every_s: float, tally: Tally
     """Train undisturbed and disturbed, and compare."""
     warnings.simplefilter("ignore", UserWarning)
     expected = train(seed, kind, num_steps, tally, None)
-    before = descriptors()
+    before = held()
     # What has run short of memory is computed in portions: the same up to rounding.
     kinds = [*KILLS, *KILLS, "SIGSTOP"] if kind == "fixed" else [*KILLS, "SIGSTOP", "memory"]
     disturber = Disturber(seed, kinds, tally, every_s)

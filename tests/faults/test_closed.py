@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import stat
@@ -113,17 +114,26 @@ def test_the_arena_has_no_name_and_is_its_owners_alone(helper: psutil.Process) -
     assert not folder.exists() or not any("evener" in each.name for each in folder.iterdir())
 
 
+def opened() -> set[str]:
+    """What this process has open, each by its name and its number."""
+    found = set()
+    for fd, target in links(os.getpid()).items():
+        with contextlib.suppress(OSError):  # that of the list itself
+            found.add(f"{target} {os.fstat(fd).st_ino}")
+    return found
+
+
 def test_programs_that_the_user_starts_inherit_nothing_of_ours() -> None:
-    before = set(links(os.getpid()).values())
+    before = opened()
     model = evener.parallelize(nn.Linear(2, 2), "cpu*2", shares="even")
     model(torch.ones(4, 2))
     listing = (
         "import os\n"
         "for n in os.listdir('/proc/self/fd'):\n"
-        "    try: print(os.readlink('/proc/self/fd/' + n))\n"
+        "    try: print(os.readlink('/proc/self/fd/' + n), os.fstat(int(n)).st_ino)\n"
         "    except OSError: pass\n"
     )
-    ours = set(links(os.getpid()).values()) - before
+    ours = opened() - before
 
     # Also not where a program hands on to its children all that can be inherited.
     command = [sys.executable, "-c", listing]
