@@ -34,7 +34,8 @@ check: $(VENV)/.dev
 	$(BIN)/mypy
 
 test: check
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not quiet" $(ARGS)
+	# Three: whose test waits for helpers to start does not need its core.
+	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not gpu and not quiet" $(ARGS)
 	$(BIN)/python -m pytest -m "quiet and not gpu" $(ARGS) || [ $$? = 5 ]  # 5: none chosen
 
 bench: $(VENV)/.bench

@@ -22,6 +22,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import evener
+from bounds import LONG
 from evener import cli
 from evener.errors import DeviceError, EvenerError
 from evener.textbook import bench, main_job
@@ -121,6 +122,7 @@ def test_the_notes_tell_the_shares() -> None:
 # ------------------------------------------------------------------ measuring
 
 
+@LONG
 def test_everybody_takes_turns_alone_on_its_cores_beside_neighbours(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -271,6 +273,7 @@ def test_a_bad_option_is_one_line(
     assert message in line
 
 
+@LONG
 def test_ctrl_c_is_one_line_and_leaves_no_process() -> None:
     source = str(Path(evener.__file__).parents[1])
     options = ("--slow", "cpu:1=0.25", "--rounds", "1000000")

@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -23,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import evener
 from evener.errors import BatchError, EvenerError, FaultWarning
+from evener.mirror import Mirror
 
 
 class Counting(nn.Module):
@@ -374,4 +376,30 @@ def test_a_piece_that_has_changed_its_inputs_is_done_again_with_what_was_given(
     torch.testing.assert_close(outputs, expected, rtol=1e-12, atol=1e-14)
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-14)
+    evener.release(model)
+
+
+def test_an_interrupt_in_what_restores_a_thread_leaves_it_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Gradients stayed off where Ctrl-C came into the end of a ``no_grad``."""
+    plain = nn.Linear(2, 2)
+    model = evener.parallelize(copy.deepcopy(plain), "cpu*2", shares="even")
+    x = torch.ones(4, 2)
+    model(x)
+    cores = os.sched_getaffinity(0)
+
+    def interrupted(*_: Any, **__: Any) -> Any:
+        torch._C._set_grad_enabled(False)
+        os.sched_setaffinity(0, {min(cores)})
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Mirror, "refresh", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model(x)
+
+    assert torch.is_grad_enabled()
+    assert os.sched_getaffinity(0) == cores
+    assert torch.equal(model(x), plain(x))
     evener.release(model)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import evener
+from bounds import LONG
 from evener.compiling import Compiler, surrounding
 from evener.pickling import COMPILE_NAME
 
@@ -44,7 +45,9 @@ def after(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.filterwarnings("ignore:Guards may run slower:RuntimeWarning")  # Python 3.13.0
-@pytest.mark.parametrize("way", [before, in_place, after])
+@pytest.mark.parametrize(
+    "way", [before, *(pytest.param(way, marks=LONG) for way in (in_place, after))]
+)
 def test_each_device_compiles_its_replica_once(
     way: Callable[[nn.Module], nn.Module], capsys: pytest.CaptureFixture[str]
 ) -> None:

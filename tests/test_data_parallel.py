@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import evener
+from bounds import LONG
 from evener.errors import BatchError, EvenerError, FaultWarning
 from evener.pickling import STATE_NAME
 
@@ -748,6 +749,7 @@ torch.distributed.destroy_process_group()
 """
 
 
+@LONG
 def test_two_ranks_of_two_devices_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(TWO_RANKS)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import evener
+from bounds import LONG
 from evener.errors import DeviceError, ModuleError, SharesError
 
 
@@ -276,6 +277,7 @@ ENDINGS = {
 }
 
 
+@LONG  # what CI tries of it is in faults/test_main_process.py
 def test_helpers_end_with_the_process_however_it_ends(tmp_path: Path) -> None:
     """One program that forks itself, before it has a team, once for each ending."""
     script = tmp_path / "script.py"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,10 +16,8 @@ from evener.piece import (
     Piece,
     Settings,
     current_flags,
-    on_cores,
     run_backward,
     seed_of_piece,
-    seeded,
     set_flags,
 )
 from evener.trees import flatten, unflatten
@@ -131,35 +128,6 @@ def test_each_piece_has_a_seed_of_its_own() -> None:
     triples = [(s, c, d) for s in (0, 1, 10, 11, 101) for c in range(30) for d in range(12)]
 
     assert len({seed_of_piece(*triple) for triple in triples}) == len(triples)
-
-
-def test_a_seeded_block_draws_the_same_and_changes_nothing_outside() -> None:
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
-
-    with seeded(7):
-        first = torch.rand(4)
-    with seeded(7):
-        second = torch.rand(4)
-
-    assert torch.equal(first, second)
-    assert torch.equal(torch.rand(3), expected)
-    assert torch.initial_seed() == 5
-
-
-def test_a_seeded_block_changes_nothing_outside_even_if_it_fails_or_seeds() -> None:
-    torch.manual_seed(5)
-    state = torch.get_rng_state()
-
-    def fail() -> None:
-        torch.manual_seed(99)
-        raise KeyError
-
-    with pytest.raises(KeyError), seeded(7):
-        fail()
-
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_drawing_a_seed_draws_from_no_generator() -> None:
@@ -364,15 +332,3 @@ def test_run_backward_is_that_of_torch() -> None:
     torch.testing.assert_close(x.grad, 4 * x.detach() * gradient)
     with pytest.raises(RuntimeError, match="second time"):
         run_backward([out], [gradient], keep_graph=False)
-
-
-def test_a_thread_stays_on_the_cores_of_a_device_for_a_while() -> None:
-    before = os.sched_getaffinity(0)
-    first = min(before)
-
-    with on_cores([first]):
-        assert os.sched_getaffinity(0) == {first}
-    with on_cores([100_000]):  # which is not there: it is slower, not wrong
-        assert os.sched_getaffinity(0) == before
-
-    assert os.sched_getaffinity(0) == before

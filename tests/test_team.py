@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import evener
+from bounds import LONG
 from evener.devices import Device
 from evener.errors import (
     FaultWarning,
@@ -296,7 +297,7 @@ def test_after_too_many_deaths_a_device_is_left_out() -> None:
     evener.release(model)
 
 
-@pytest.mark.parametrize("stopped", [True, False])
+@pytest.mark.parametrize("stopped", [True, pytest.param(False, marks=LONG)])
 def test_a_helper_that_hangs_is_given_up_after_the_time_limit(
     tmp_path: Path, *, stopped: bool
 ) -> None:

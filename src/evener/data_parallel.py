@@ -20,8 +20,8 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -42,16 +42,15 @@ from evener.journal import Journal
 from evener.piece import (
     Settings,
     check_transforms,
-    on_cores,
     own_saved_tensors,
     refusing_to_redraw,
     seed_of_piece,
-    seeded,
 )
 from evener.policies import Policies, Policy
 from evener.run import Run
 from evener.shares import Choice
 from evener.team import Team
+from evener.thread import Mark, on_cores, restored, seeded
 from evener.timing import Timing
 
 
@@ -91,14 +90,16 @@ class DataWay:
         self._run: Run | None = None
         self._num_threads: int | None = None  # the user's, while a team runs
         self._keeps_memory = False
-        self._inside: int | None = None  # the thread in which the first device's piece runs
+        self._inside = (
+            Mark()
+        )  # where the first device's piece runs: a call in it is the plain call
         self._advice = Advice()
         self._seed = (0, 0)  # the torch seed, and the number of calls since it was set
 
     def is_plain(self, module: nn.Module) -> bool:
         """Whether a call is the plain call for now, whatever its batch."""
         return (
-            self._inside == threading.get_ident()  # the module calls itself
+            self._inside.is_here  # the module calls itself
             or os.getpid() != self._main_pid  # a process that the user forked
             or (self._run is None and any(map(is_lazy, module.parameters())))
         )
@@ -132,7 +133,7 @@ class DataWay:
         if batch.size is None:  # nothing to cut
             return forward(*args, **kwargs)
         forward = refusing_to_redraw(forward)
-        with self._lock, self._faults.telling(), ExitStack() as stack:
+        with self._lock, self._faults.telling(), restored(self._inside), ExitStack() as stack:
             self._attend()
             seed = self._next_seed()
             grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
@@ -147,7 +148,7 @@ class DataWay:
                     self._run.mirror.catch_up(module)  # a helper that comes would wait for it
                     if self._num_calls % 8 == 0:  # once there, it stays; the others may be slow
                         stack.enter_context(on_cores(self._devices[0].cores))
-                stack.enter_context(self._marked())
+                stack.enter_context(self._inside.marked())
                 stack.enter_context(seeded(seed(0)))
                 plain, shares = partial(forward, *args, **kwargs), choice.shares
                 number = self._num_calls
@@ -179,10 +180,11 @@ class DataWay:
         self, call: Call, gradients: Sequence[Tensor | None], *, keep_graph: bool
     ) -> list[Tensor | None]:
         """Run the backward of a call; see :meth:`Call.backward`."""
-        with self._lock, self._faults.telling(), on_cores(self._devices[0].cores):
+        cores = self._devices[0].cores
+        with self._lock, self._faults.telling(), restored(self._inside), on_cores(cores):
             if self._run is not None and self._run.team.is_running:
                 self._run.settle()
-            with self._marked(), labelled("evener: backward"):
+            with self._inside.marked(), labelled("evener: backward"):
                 found = call.backward(gradients, keep_graph=keep_graph)
             if call.timing.num_phases == 2:  # noqa: PLR2004 - a forward, and its first backward
                 self._learn(call.run, call.timing, grad=True)
@@ -265,20 +267,11 @@ class DataWay:
             torch.set_num_threads(num_threads)
         return self._run
 
-    @contextmanager
-    def _marked(self) -> Iterator[None]:
-        """Mark the time in which the first device's piece runs: a call in it is the plain call."""
-        before, self._inside = self._inside, threading.get_ident()
-        try:
-            yield
-        finally:
-            self._inside = before
-
     def _own(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """The module's forward as the first device runs it."""
 
         def own_forward(*args: Any, **kwargs: Any) -> Any:
-            with self._marked(), own_saved_tensors():
+            with self._inside.marked(), own_saved_tensors():
                 return forward(*args, **kwargs)
 
         return own_forward

@@ -12,9 +12,8 @@ Between forward and backward it holds its own piece of the autograd graph::
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +22,7 @@ from torch.autograd import forward_ad
 
 from evener.batches import is_joinable
 from evener.errors import EvenerError
+from evener.thread import seeded
 from evener.trees import Structure, flatten, unflatten
 
 #: What holds for a whole process and changes what is computed, or which errors are found: how to
@@ -132,35 +132,6 @@ def refusing_to_redraw(function: Callable[..., Any]) -> Callable[..., Any]:
         return outputs
 
     return forward
-
-
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Run a block from a seed; torch's CPU generator is afterwards what it was before."""
-    generator = torch.default_generator
-    state = generator.get_state()
-    generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        generator.set_state(state)
-
-
-@contextmanager
-def on_cores(cores: Sequence[int]) -> Iterator[None]:
-    """Keep this thread on the cores of a device, for the time of a call.
-
-    Only for that time: a process that the user starts in between, such as a data loader's worker,
-    inherits where its parent may run.
-    """
-    before = os.sched_getaffinity(0)
-    with suppress(OSError):  # pinning may be forbidden: slower, not wrong
-        os.sched_setaffinity(0, cores)
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            os.sched_setaffinity(0, before)
 
 
 def check_transforms() -> None:

@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Callable, Collection
 
 import pytest
+
 from bounds import LONG
 
 Start = Callable[..., subprocess.Popen[str]]
@@ -66,11 +67,13 @@ ENDS = {
     "becomes another program": "os.execv('/bin/sleep', ['sleep', '30'])",
 }
 
+LONG_ENDS = ("aborts", "exits hard", "becomes another program")
+
 
 @pytest.mark.parametrize(
     "end",
     [
-        pytest.param(end, id=name, marks=LONG if name in ("aborts", "exits hard") else [])
+        pytest.param(end, id=name, marks=LONG if name in LONG_ENDS else [])
         for name, end in ENDS.items()
     ],
 )
@@ -96,7 +99,7 @@ SOFT_ENDS = {
     "is interrupted": "os.kill(os.getpid(), signal.SIGINT); time.sleep(30)",
 }
 #: While a thread is in a call, or not.
-FIRST_ENDS = ((True, "raises"), (True, "is interrupted"), (False, "ends"))
+FIRST_ENDS = ((True, "is interrupted"), (False, "ends"))
 
 
 @pytest.mark.parametrize(
@@ -172,6 +175,7 @@ import os, signal, sys, time
 import psutil, torch, evener
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+torch.set_default_dtype(torch.float64)
 model = evener.parallelize(nn.Linear(2, 2), "cpu*2", shares="even")
 data = TensorDataset(torch.ones(64, 2))
 model(torch.ones(4, 2)).sum().backward()
@@ -306,6 +310,7 @@ import psutil, torch, evener
 from torch import nn
 
 warnings.simplefilter("ignore")
+torch.set_default_dtype(torch.float64)
 x = torch.randn(8, 4)
 num_interrupted = 0
 signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
