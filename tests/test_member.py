@@ -101,6 +101,18 @@ def test_an_exit_is_its_own_doing(arena: Arena) -> None:
         assert (cause.text, cause.is_own) == ("ended with exit code 9", True)
 
 
+def test_an_end_that_somebody_else_has_waited_for_is_not_called_an_exit(arena: Arena) -> None:
+    """As where the user's program ignores SIGCHLD: the system then tells nobody."""
+    with started(arena) as member:
+        os.kill(member.pid, signal.SIGKILL)
+        os.waitpid(member.pid, 0)
+
+        cause = member.bury(ChannelClosedError())
+
+        assert cause.text.startswith("ended with exit code 0, or in a way that was not seen")
+        assert cause.is_own
+
+
 def test_one_that_does_not_answer_in_time(arena: Arena) -> None:
     with started(arena, timeout_s=0.5) as member:
         os.kill(member.pid, signal.SIGSTOP)

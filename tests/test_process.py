@@ -82,3 +82,25 @@ def test_it_ends_with_the_main_process_whatever_it_does(served: Served, *, stopp
     served.lifeline.close()  # as the system does
 
     assert served.process.wait(TIMEOUT_S) in (-signal.SIGKILL, 0)
+
+
+class Fork:
+    """Forks where it is unpickled; both processes then raise."""
+
+    def __reduce__(self) -> Any:
+        return _fork_and_fail, ()
+
+
+def _fork_and_fail() -> None:
+    pid = os.fork()
+    if pid:
+        os.waitpid(pid, 0)
+    raise ValueError("the helper" if pid else "the process that it has forked")
+
+
+def test_a_process_that_the_module_forks_does_not_answer(served: Served) -> None:
+    """It went on as the helper, and its answer was taken for that of the next request."""
+    load = messages.Load(dumps(Fork()), [], messages.Span(0, 0), [], [], [], list(sys.path), None)
+
+    assert served.ask(load).summary == "ValueError: the helper"
+    assert served.ask(load).summary == "ValueError: the helper"

@@ -6,6 +6,7 @@ import os
 import select
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -130,6 +131,33 @@ def test_one_that_cannot_be_spoken_with_is_no_fault(scene: Scene) -> None:
     assert scene.seat.member is None
     assert scene.seat.coming is not None
     assert scene.faults.num == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_the_first_helper_that_a_signal_ends_while_it_starts_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: signal.Signals
+) -> None:
+    """A crash was an error, though another helper may well start."""
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\nkill -{number.value} $$\n")
+    program.chmod(0o755)
+    with monkeypatch.context() as patched:
+        patched.setattr("sys.executable", str(program))
+        start = Roster._replace
+
+        def replace(roster: Roster, seat: Seat) -> None:
+            patched.undo()
+            start(roster, seat)
+
+        monkeypatch.setattr(Roster, "_replace", replace)
+        scene = Scene(restarts=3)
+
+    (fault,) = scene.faults._journal.faults
+    assert fault.phase == "start"
+    assert fault.action == "nothing was lost; a new helper starts (restart 1 of 3)"
+    assert scene.roster.await_coming(scene.seat) is scene.member()
+    scene.roster.stop()
+    scene.arena.close()
 
 
 def test_a_new_team_whose_helper_does_not_start_is_an_error(

@@ -40,6 +40,7 @@ class Cause(NamedTuple):
         is_own: whether what it did may be the reason, and would end another process too.
         is_memory: whether the system had no memory left for it.
         has_waited: whether an answer was waited for until it was too late.
+        is_signal: whether a signal has ended it: a crash, or somebody else.
     """
 
     pid: int
@@ -47,6 +48,7 @@ class Cause(NamedTuple):
     is_own: bool = False
     is_memory: bool = False
     has_waited: bool = False
+    is_signal: bool = False
 
 
 class Member:
@@ -189,7 +191,13 @@ class Member:
             code = self._process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             return Cause(self.pid, "closed its channel", is_own=True)
-        if code >= 0:
+        if code == 0:  # also what is left to see where somebody else has waited for it
+            text = (
+                "ended with exit code 0, or in a way that was not seen, for this program ignores "
+                "SIGCHLD or waits for any process"
+            )
+            return Cause(self.pid, text, is_own=True)
+        if code > 0:
             return Cause(self.pid, f"ended with exit code {code}", is_own=True)
         try:
             name = signal.Signals(-code).name
@@ -197,10 +205,10 @@ class Member:
             name = f"signal {-code}"
         if -code == signal.SIGKILL and self._kill_count.has_risen():
             text = f"was ended by {name}, by the system's out-of-memory killer"
-            return Cause(self.pid, text, is_memory=True)
+            return Cause(self.pid, text, is_memory=True, is_signal=True)
         hint = " (often the system's out-of-memory killer)" if -code == signal.SIGKILL else ""
         is_own = -code not in _FROM_OUTSIDE
-        return Cause(self.pid, f"was ended by {name}{hint}", is_own)
+        return Cause(self.pid, f"was ended by {name}{hint}", is_own, is_signal=True)
 
     def _show_rest(self) -> None:
         """Show what it has printed so far, for nobody will ask it any more."""

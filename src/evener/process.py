@@ -48,7 +48,8 @@ def main(
         spin_s: how long a wait looks before it sleeps.
         lifeline_fd: the inherited descriptor of a pipe that closes with the main process.
     """
-    os.environ[HELPER_VARIABLE] = str(os.getpid())
+    pid = os.getpid()
+    os.environ[HELPER_VARIABLE] = str(pid)
     pidfd = _watch_main_process(main_pid, lifeline_fd)
     torch.set_num_threads(len(cores))
     helper = Helper(Arena(arena_fd))
@@ -58,6 +59,8 @@ def main(
     while True:
         try:
             reply = helper.answer(channel.receive(_FOREVER_S))
+            if os.getpid() != pid:  # a process that the module has forked must not answer, too
+                os._exit(1)
             flush()
             channel.send(reply, _FOREVER_S)
         except ChannelClosedError:

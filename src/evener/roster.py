@@ -161,7 +161,7 @@ class Roster:
         return Member(device, self._arena.fd, self._spin_s, self._timeout_s)
 
     def _await_first(self, seat: Seat) -> None:
-        """Wait for a helper of a new team. One that was ended from outside gets another try."""
+        """Wait for a helper of a new team. One that a signal has ended gets another try."""
         member, since_s = seat.coming, time.perf_counter()
         assert member is not None  # noqa: S101 - it was started
         try:
@@ -169,7 +169,7 @@ class Roster:
         except LOST as error:
             cause = member.bury(error)
             seat.coming = None
-            if cause.is_own:
+            if not cause.is_signal:
                 raise HelperStartError(
                     f"the helper of {member.device.label} did not start: it {cause.text}; what it "
                     "printed stands above"
