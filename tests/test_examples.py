@@ -93,9 +93,32 @@ def test_random_dataset_prints_what_its_readme_says(
     assert list(torch.load(tmp_path / "model.pt")) == ["fc.weight", "fc.bias"]
 
 
+def test_the_causal_language_model_learns_the_same_with_evener(tmp_path: Path) -> None:
+    results = [
+        run(tmp_path, EXAMPLES / "causal_lm" / f"train_{n}.py") for n in ("torch", "evener")
+    ]
+    numbers = []
+    for result in results:
+        assert result.returncode == 0, result.stderr
+        numbers.append([float(number) for number in re.findall(r"[\d.]+\d", result.stdout)])
+
+    assert len(numbers[0]) == 9
+    assert numbers[1] == pytest.approx(numbers[0], abs=2e-3)  # printed to four places
+
+
 @pytest.mark.parametrize(
     ("folder", "expected"),
     [
+        (
+            "causal_lm",
+            [
+                "+ import evener",
+                "-         return losses, right / num",
+                "+         return evener.Sum(losses), evener.Mean(right, num)",
+                "- model = CausalLM()",
+                '+ model = evener.parallelize(CausalLM(), "cpu*2", shares=(2, 1))',
+            ],
+        ),
         (
             "fashion_mnist",
             [
@@ -114,7 +137,7 @@ def test_random_dataset_prints_what_its_readme_says(
         ),
     ],
 )
-def test_the_difference_is_one_import_and_one_line(folder: str, expected: list[str]) -> None:
+def test_the_difference_is_one_import_and_few_lines(folder: str, expected: list[str]) -> None:
     names = ("train_torch.py", "train_evener.py")
     plain, ours = ((EXAMPLES / folder / name).read_text() for name in names)
     lines = difflib.ndiff(plain.splitlines()[1:], ours.splitlines()[1:])

@@ -14,7 +14,7 @@ from evener.errors import EvenerError
 from evener.gluon.pending import Pending
 from evener.gluon.round import Round, only
 from evener.gluon.situation import Situation
-from evener.outputs import Means
+from evener.reductions import Means
 
 
 class Scene:

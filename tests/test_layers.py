@@ -20,8 +20,8 @@ TESTS = Path(__file__).parent
 LEVELS: dict[int, str] = {
     0: "errors shares advice pace trials balance journal timing patience",
     1: (
-        "memory lifelines neighbour allocator topology devices arena pickling thread trees dims "
-        "batches piece portions replica versions contents update watch state"
+        "memory lifelines neighbour allocator topology devices arena pickling thread reductions "
+        "trees dims batches piece portions replica versions contents update watch state"
     ),
     2: (
         "channel printing exchange exchange.host messages compiling helper process deputy faults "

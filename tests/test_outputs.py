@@ -15,7 +15,8 @@ from evener.devices import Device
 from evener.dims import Dims
 from evener.errors import BatchError
 from evener.messages import Output, Write
-from evener.outputs import Means, Outputs, joined_in_arena
+from evener.outputs import Outputs, joined_in_arena
+from evener.reductions import Means
 from evener.trees import flatten
 
 

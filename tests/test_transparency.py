@@ -162,7 +162,48 @@ def dict_and_dataclass() -> Task:
     return Task(Rich(), lambda batch: ({"x": torch.randn(batch, 6)},), loss)
 
 
-TASKS = [mlp, resnet, lstm, encoder, embedding_bag, tied_weights, dict_and_dataclass]
+class CausalLM(nn.Module):
+    """Returns the mean over the tokens that are not padding, and its total for accumulation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.attend = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.out = nn.Linear(8, 11)
+
+    def forward(self, words: Tensor) -> dict[str, Tensor]:
+        inputs, targets = words[:, :-1], words[:, 1:]
+        hidden = self.embed(inputs)
+        future = torch.ones(inputs.shape[1], inputs.shape[1], dtype=torch.bool).triu(1)
+        hidden = hidden + self.attend(hidden, hidden, hidden, attn_mask=future)[0]
+        losses = functional.cross_entropy(
+            self.out(hidden).transpose(1, 2), targets, ignore_index=0, reduction="none"
+        )
+        total, weight = losses.sum(), (targets != 0).sum()
+        return {
+            "loss": evener.Mean(total, weight),
+            "total": evener.Sum(total),
+            "num_tokens": evener.Sum(weight),
+        }
+
+
+def texts(batch: int) -> Tensor:
+    """Very uneven: every fourth text has 9 words, the others two or three; 0 is padding."""
+    words = torch.randint(1, 11, (batch, 9))
+    for i, text in enumerate(words):
+        text[9 if i % 4 == 0 else 2 + i % 2 :] = 0
+    return words
+
+
+def causal_lm() -> Task:
+    def loss(outputs: dict[str, Tensor], target: Tensor) -> Tensor:
+        assert outputs["num_tokens"].dtype is torch.int64
+        return outputs["loss"] + 0.01 * outputs["total"]
+
+    return Task(CausalLM(), lambda batch: (texts(batch),), loss)
+
+
+TASKS = [mlp, resnet, lstm, encoder, embedding_bag, tied_weights, dict_and_dataclass, causal_lm]
 #: Devices and shares: more devices than cores, very unequal shares, shares of zero anywhere.
 TEAMS: list[tuple[str, Any]] = [
     ("cpu*1", "even"),
@@ -326,6 +367,51 @@ def test_training_is_that_of_one_device(
     for each in both:
         each.train()
     assert wild is None or wild.num_learned > 1
+
+
+@pytest.mark.parametrize("shares", ["even", (1, 5), (3, 0, 1), (1, 3, 2, 5)], ids=str)
+def test_gradient_accumulation_over_tokens_is_that_of_one_batch(shares: Any) -> None:
+    """Three micro-batches of very uneven texts are one batch, as it is on one device."""
+    plain = CausalLM().double()
+    model = copy.deepcopy(plain)
+    evener.parallelize(model, f"cpu*{2 if shares == 'even' else len(shares)}", shares=shares)
+    words = texts(15)
+    micro = words[:7], words[7:8], words[8:]
+    num_tokens = int((words[:, 1:] != 0).sum())
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+
+    for _ in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        plain(words)["loss"].backward()
+        losses = []
+        for part in micro:
+            losses.append(model(part)["total"] / num_tokens)
+            losses[-1].backward()
+        assert_close(torch.stack(losses).sum(), plain(words)["loss"], "loss")
+        assert_same_state(model, plain)
+        for optimizer in optimizers:
+            optimizer.step()
+    evener.release(model)
+
+
+def test_a_plain_mean_over_tokens_is_joined_by_samples_and_is_another() -> None:
+    """What the guide warns of, and what evener.Mean is for."""
+
+    class Plain(CausalLM):
+        def forward(self, words: Tensor) -> Any:
+            outputs = super().forward(words)
+            return outputs["loss"].total / outputs["loss"].weight  # type: ignore[attr-defined]
+
+    plain = Plain().double()
+    model = evener.parallelize(copy.deepcopy(plain), "cpu*2", shares=(1, 3))
+    words = texts(8)
+
+    found, expected = model(words), plain(words)
+
+    assert_close(found, plain(words[:2]) * 2 / 8 + plain(words[2:]) * 6 / 8, "joined by samples")
+    assert abs(float((found - expected).detach())) > 1e-3
+    evener.release(model)
 
 
 def test_optimizers_that_were_made_before_stay_valid() -> None:

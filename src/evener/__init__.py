@@ -5,13 +5,16 @@ from evener.devices import Device, devices
 from evener.dropin import DataParallel
 from evener.errors import EvenerError
 from evener.parallelize import parallelize, release
+from evener.reductions import Mean, Sum
 from evener.report import Report, report
 
 __all__ = [
     "DataParallel",
     "Device",
     "EvenerError",
+    "Mean",
     "Report",
+    "Sum",
     "devices",
     "gluon",
     "parallelize",

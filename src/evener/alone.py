@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from evener.journal import BACKWARD, FORWARD, INFERENCE, Journal, Phase, Stretch
-from evener.trees import flatten
-
-ResultT = TypeVar("ResultT")
+from evener.reductions import Means
+from evener.trees import derived, flatten, summed, unflatten
 
 
 def run_alone(
-    call: Callable[[], ResultT],
+    call: Callable[[], Any],
     journal: Journal,
     number: int,
     shares: Sequence[int],
     *,
     grad: bool,
-) -> tuple[ResultT, float]:
+    means_apart: bool = False,
+) -> tuple[Any, float]:
     """Run the plain call.
 
     Its backward is the user's own. Its time is taken from where it enters the outputs to the end
@@ -34,13 +34,14 @@ def run_alone(
         number: of the call.
         shares: all samples for the first device.
         grad: whether a backward may follow.
+        means_apart: as for :func:`settled`.
 
     Returns:
-        What the call returns, and how many seconds it took.
+        What the call returns, settled, and how many seconds it took.
     """
     kind = FORWARD if grad else INFERENCE
     start_s = time.perf_counter()
-    outputs = call()
+    outputs = settled(call(), means_apart=means_apart)
     end_s = time.perf_counter()
     stretches = (Stretch(0, kind, start_s, end_s),)
     shares = tuple(shares)
@@ -52,6 +53,25 @@ def run_alone(
                 leaf.grad_fn.register_prehook(_Backward(journal, number, shares))
                 break
     return outputs, end_s - start_s
+
+
+def settled(tree: Any, *, means_apart: bool = False) -> Any:
+    """Outputs of one device that has all of a batch, as a team joins them: without reductions.
+
+    Args:
+        tree: the outputs.
+        means_apart: whether means and sums become a :class:`~evener.reductions.Means` of one.
+    """
+    if type(tree) is Tensor:
+        return tree
+    leaves, structure = flatten(tree)
+    numbers = summed(structure)
+    if not numbers and not derived(structure):
+        return tree
+    apart = numbers if means_apart else ()
+    return unflatten(
+        structure, [Means(leaf) if i in apart else leaf for i, leaf in enumerate(leaves)]
+    )
 
 
 class _Backward:

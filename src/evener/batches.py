@@ -9,6 +9,7 @@ leaf                        as an input              as an output
 tensor with a batch         cut along its dimension  concatenated along its dimension
 tensor without, of floats   given to every device    a mean over the batch, weighted by share
 tensor without, others      given to every device    must be equal on all devices
+evener.Mean, evener.Sum     as its plain value       totals and weights are summed
 anything else               given to every device    must be equal on all devices
 ==========================  =======================  ==========================================
 
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -34,7 +35,8 @@ from torch.utils import _pytree as pytree
 from evener.dims import Dims
 from evener.errors import BatchError
 from evener.pickling import dumps
-from evener.trees import Structure, flatten
+from evener.reductions import Reduction, plain
+from evener.trees import Structure, derived, flatten, ragged, summed
 
 # ------------------------------------------------------------------ inputs
 
@@ -70,7 +72,8 @@ class Batch:
         if len(args) == 1 and not kwargs and type(args[0]) is Tensor:  # the same, 20 us sooner
             self.leaves, self.structure = [args[0]], _ONE_TENSOR
         else:
-            self.leaves, self.structure = flatten((args, kwargs))
+            leaves, self.structure = flatten((args, kwargs), opens_reductions=False)
+            self.leaves = [plain(leaf) if isinstance(leaf, Reduction) else leaf for leaf in leaves]
         self.wanted = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in self.leaves]
         self.size: int | None = None
         self.dims = dims or Dims()
@@ -188,6 +191,7 @@ class TensorForm:
         dim: the dimension of the batch; None where there is none.
         lengths: of a joined tensor how long each device's part is in dimension 1, where that
             differs.
+        is_summed: of a joined tensor whether it has one row for each device, to be summed.
     """
 
     shape: tuple[int, ...]
@@ -195,6 +199,7 @@ class TensorForm:
     differentiable: bool
     dim: int | None = 0
     lengths: Mapping[int, int] | None = None
+    is_summed: bool = False
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorForm:
@@ -218,7 +223,6 @@ def check_outputs(
     shares: Sequence[int],
     labels: Sequence[str],
     dims: Sequence[int | None],
-    ragged: Collection[int] = (),
 ) -> None:
     """Check that the outputs of the devices can be joined.
 
@@ -227,13 +231,19 @@ def check_outputs(
         shares: the share of each.
         labels: the label of each, for messages.
         dims: for each leaf the dimension of the batch.
-        ragged: the leaves that may differ in dimension 1. Default: none.
 
     Raises:
-        BatchError: if structures differ, a tensor does not have the device's share in it,
-            the other dimensions or dtypes differ, or values that must agree do not.
+        BatchError: if structures, other dimensions, dtypes or values that must agree differ, a
+            tensor has not the device's share in it, or was computed from a device's own mean.
     """
     structure, leaves = outputs[0]
+    for number, operation in derived(structure).items() if len(outputs) > 1 else ():
+        raise BatchError(
+            f"output {number} was made by {operation} of an evener.Mean or evener.Sum of each "
+            "device's own part, and cannot be joined; compute before, evener.Mean(2 * total, "
+            "weight), or return the Mean itself and compute outside of the module"
+        )
+    uneven, one_each = ragged(structure), summed(structure)
     for (other_structure, other_leaves), label in zip(outputs[1:], labels[1:], strict=True):
         if other_structure != structure or len(other_leaves) != len(leaves):
             raise BatchError(
@@ -244,10 +254,16 @@ def check_outputs(
     for i, first in enumerate(leaves):
         for (_, own_leaves), share, label in zip(outputs, shares, labels, strict=True):
             leaf = own_leaves[i]
+            if i in one_each and (leaf.shape, leaf.dtype) != (first.shape, first.dtype):
+                raise BatchError(
+                    f"a total or weight (output {i}) is {first.shape[1:]}, {first.dtype} on "
+                    f"{labels[0]} and {leaf.shape[1:]}, {leaf.dtype} on {label}; expected the same"
+                )
             if isinstance(first, TensorForm) and isinstance(leaf, TensorForm):
-                if i in ragged and len(leaf.shape) == len(first.shape):
+                if i in uneven and len(leaf.shape) == len(first.shape):
                     leaf = replace(leaf, shape=(leaf.shape[0], *first.shape[1:2], *leaf.shape[2:]))
-                _check_tensor(i, dims[i], (leaf, first), (share, label, labels[0]))
+                about = (1 if i in one_each else share, label, labels[0])
+                _check_tensor(i, dims[i], (leaf, first), about)
             elif not agree(leaf, first):
                 raise BatchError(
                     f"output {i} differs among the devices: {_shown(first)} on {labels[0]}, "
@@ -261,10 +277,7 @@ def _shown(leaf: Any) -> str:
 
 
 def _check_tensor(
-    i: int,
-    dim: int | None,
-    forms: tuple[TensorForm, TensorForm],
-    about: tuple[int, str, str],
+    i: int, dim: int | None, forms: tuple[TensorForm, TensorForm], about: tuple[int, str, str]
 ) -> None:
     (form, first), (share, label, first_label) = forms, about
     if dim is not None and form.shape[dim : dim + 1] not in ((share,), ()):

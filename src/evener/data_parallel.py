@@ -31,7 +31,7 @@ from torch.nn.parameter import is_lazy
 
 from evener import allocator
 from evener.advice import Advice
-from evener.alone import run_alone
+from evener.alone import run_alone, settled
 from evener.batches import Batch, Cut
 from evener.call import Call, labelled
 from evener.devices import Device
@@ -120,8 +120,8 @@ class DataWay:
             forward: its own forward, bound.
             args: what the user gave.
             kwargs: what the user gave.
-            shares: the samples of each device. Outputs that are means then stay apart, one for
-                each device, as ``Means`` (not in the plain call). Default: as the policy chooses.
+            shares: the samples of each device. Outputs that are means (or reductions) then stay
+                apart, as ``Means`` (not in the plain call). Default: as the policy chooses.
 
         Returns:
             What the module returns on one device.
@@ -131,7 +131,7 @@ class DataWay:
         check_transforms()
         batch = Batch(args, kwargs, self.dims, forward)
         if batch.size is None:  # nothing to cut
-            return forward(*args, **kwargs)
+            return settled(forward(*args, **kwargs), means_apart=shares is not None)
         forward = refusing_to_redraw(forward)
         with self._lock, self._faults.telling(), restored(self._inside), ExitStack() as stack:
             self._attend()
@@ -150,11 +150,11 @@ class DataWay:
                         stack.enter_context(on_cores(self._devices[0].cores))
                 stack.enter_context(self._inside.marked())
                 stack.enter_context(seeded(seed(0)))
-                plain, shares = partial(forward, *args, **kwargs), choice.shares
-                number = self._num_calls
-                outputs, seconds = run_alone(plain, self.journal, number, shares, grad=grad)
+                plain, apart = partial(forward, *args, **kwargs), shares is not None
+                about = (self.journal, self._num_calls, choice.shares)
+                outputs, seconds = run_alone(plain, *about, grad=grad, means_apart=apart)
                 if choice.measured:
-                    self._policies.learn_alone(shares, seconds)
+                    self._policies.learn_alone(choice.shares, seconds)
                 return outputs
             run = self._ready(module)
             stack.enter_context(on_cores(self._devices[0].cores))

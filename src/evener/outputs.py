@@ -23,25 +23,12 @@ from evener.arena import Arena, Place, lay_out
 from evener.batches import Cut, TensorForm, check_outputs, is_joinable
 from evener.dims import Dims
 from evener.errors import BatchError
+from evener.reductions import Means
 from evener.team import Team
-from evener.trees import Structure, ragged, unflatten
+from evener.trees import Structure, ragged, summed, unflatten
 
 #: Stand among the leaves for a joined tensor, and for one of means that stay apart.
 _JOINED, _APART = object(), object()
-
-
-class Means:
-    """An output that is a mean over each device's own part, where these stay apart.
-
-    Args:
-        values: (devices that work, ...), in order.
-
-    Attributes:
-        values: the same.
-    """
-
-    def __init__(self, values: Tensor) -> None:  # not a dataclass, which would be taken apart
-        self.values = values
 
 
 class Outputs:
@@ -86,8 +73,10 @@ class Outputs:
             [cut.share(device) for device in answers],
             [team.devices[device].label for device in answers],
             self._dims,
-            uneven := ragged(self._structure),
         )
+        uneven, one_each = ragged(self._structure), summed(self._structure)
+        #: For what is summed each device has one row.
+        self._rows = Cut([int(device in answers) for device in range(len(team.devices))])
         #: Tensors that are joined when the helpers have written their parts.
         self._later: list[tuple[int, Callable[[], Tensor]]] = []
         writes: dict[int, list[Place | None]] = {device: [] for device in cut.helpers}
@@ -97,16 +86,19 @@ class Outputs:
                 self._leaves.append(parts[0])
                 continue
             by_device = dict(zip(answers, parts, strict=True))
-            join = self._join_without_batch if dim is None else partial(self._join, dim)
+            part_cut = self._rows if i in one_each else cut
+            join = self._join_without_batch if dim is None else partial(self._join, part_cut, dim)
             lengths = {d: _form(part).shape[1] for d, part in by_device.items() if i in uneven}
             if len(set(lengths.values())) > 1:
                 join = partial(self._join_uneven, lengths)
             tensor, rows = join(by_device)
             flows = any(_form(part).differentiable for part in parts)
             self.forms.append(
-                TensorForm(tuple(tensor.shape), tensor.dtype, flows, dim, lengths or None)
+                TensorForm(
+                    tuple(tensor.shape), tensor.dtype, flows, dim, lengths or None, i in one_each
+                )
             )
-            is_apart = cut.means_apart and self.forms[-1].is_mean
+            is_apart = cut.means_apart and (self.forms[-1].is_mean or i in one_each)
             self.tensors.append(tensor)
             self._leaves.append(_APART if is_apart else _JOINED)
             for device, places in writes.items():
@@ -127,17 +119,17 @@ class Outputs:
         ]
         return unflatten(self._structure, leaves)
 
-    def _join(self, dim: int, parts: dict[int, Any]) -> tuple[Tensor, dict[int, Place]]:
+    def _join(self, cut: Cut, dim: int, parts: dict[int, Any]) -> tuple[Tensor, dict[int, Place]]:
         """Join one tensor; the places are where helpers still have to write their rows."""
         if not any(_is_large(part) for part in parts.values()):
             return torch.cat([_values(part) for part in parts.values()], dim), {}
         first = _form(next(iter(parts.values())))
         shape = [*first.shape]
-        shape[dim] = self._cut.size
-        tensor, rows = joined_in_arena(self._team.arena, self._cut, shape, first.dtype, dim)
+        shape[dim] = cut.size
+        tensor, rows = joined_in_arena(self._team.arena, cut, shape, first.dtype, dim)
         for device, part in parts.items():
             if not _is_large(part):
-                start, stop = self._cut.parts[device]
+                start, stop = cut.parts[device]
                 tensor.narrow(dim, start, stop - start).copy_(_values(part))
                 del rows[device]
         return tensor, rows
@@ -166,9 +158,8 @@ class Outputs:
         if not any(_is_large(part) for part in parts.values()):
             return self._mean({device: _values(part) for device, part in parts.items()}), {}
         first = _form(next(iter(parts.values())))
-        one_each = Cut([int(device in parts) for device in range(len(self._team.devices))])
         shape = [len(parts), *first.shape]
-        slots, rows = joined_in_arena(self._team.arena, one_each, shape, first.dtype)
+        slots, rows = joined_in_arena(self._team.arena, self._rows, shape, first.dtype)
         by_device = dict(zip(parts, slots, strict=True))
         for device, part in parts.items():
             rows[device] = rows[device]._replace(

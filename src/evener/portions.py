@@ -24,7 +24,7 @@ from evener.batches import Cut, TensorForm, check_outputs, is_joinable, narrow
 from evener.dims import Dims
 from evener.errors import BatchError
 from evener.piece import Piece, run_backward, seed_of_piece
-from evener.trees import Structure, ragged
+from evener.trees import Structure, ragged, summed
 
 
 def cut_gradients(
@@ -42,6 +42,8 @@ def cut_gradients(
     position = list(cut.parts).index(part)
 
     def of(gradient: Tensor, form: TensorForm) -> Tensor:
+        if form.is_summed:  # one row for each part, or one for all of them
+            return gradient if len(gradient) == 1 else gradient[position : position + 1]
         if form.is_mean:
             return (
                 gradient[position] if cut.means_apart else gradient * ((stop - start) / cut.size)
@@ -152,7 +154,7 @@ class Portions(Piece):
 
     def _forms(self, number: int, structure: Structure, leaves: Sequence[Any]) -> list[TensorForm]:
         dims = self._split.dims.of_outputs(leaves, structure)
-        uneven = ragged(structure)
+        uneven, one_each = ragged(structure), summed(structure)
         return [
             TensorForm(
                 tuple(leaf.shape),
@@ -160,6 +162,7 @@ class Portions(Piece):
                 leaf.requires_grad,
                 dim,
                 {number: leaf.shape[1]} if i in uneven else None,
+                i in one_each,
             )
             for i, (leaf, dim) in enumerate(zip(leaves, dims, strict=True))
             if is_joinable(leaf)
@@ -190,19 +193,24 @@ class Portions(Piece):
         ]
         dims = self._split.dims.of_outputs(forms[0][1], structure)
         labels = [f"portion {number}" for number in self._cut.parts]
-        check_outputs(forms, self._split.shares, labels, dims, uneven := ragged(structure))
+        check_outputs(forms, self._split.shares, labels, dims)
+        uneven, one_each = ragged(structure), summed(structure)
         columns = zip(*(leaves for _, leaves in answers), strict=True)
         return [
-            self._join(list(parts), dim, is_uneven=i in uneven)
+            self._join(list(parts), dim, is_uneven=i in uneven, is_summed=i in one_each)
             if is_joinable(parts[0])
             else parts[0]
             for i, (parts, dim) in enumerate(zip(columns, dims, strict=True))
         ]
 
-    def _join(self, parts: list[Tensor], dim: int | None, *, is_uneven: bool) -> Tensor:
+    def _join(
+        self, parts: list[Tensor], dim: int | None, *, is_uneven: bool, is_summed: bool
+    ) -> Tensor:
         flows = any(part.requires_grad for part in parts)
         with torch.no_grad():
-            if dim is not None and is_uneven:
+            if is_summed:
+                joined = torch.cat(parts).sum(0, keepdim=True, dtype=parts[0].dtype)
+            elif dim is not None and is_uneven:
                 joined = torch.nn.utils.rnn.pad_sequence(
                     [row for part in parts for row in part], batch_first=True
                 )

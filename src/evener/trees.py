@@ -4,7 +4,8 @@ A tree is a flat list of leaves and a :class:`Structure`, which puts them togeth
 sent to another process. It is torch's own notion (``torch.utils._pytree``), with one addition: a
 dataclass, or a dict of a class of its own, that holds tensors is taken apart without having been
 registered. A packed sequence is taken apart into what can be cut: the padded steps of each sample,
-(batch, steps, ...), and its length.
+(batch, steps, ...), and its length. A mean or a sum over the batch (see :mod:`evener.reductions`)
+is taken apart into what can be joined: one row of its total, and one of its weight.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from evener.errors import BatchError
 from evener.pickling import dumps
+from evener.reductions import Derived, Reduction, put_together, taken_apart
 
 
 @dataclass(frozen=True)
@@ -43,11 +45,11 @@ class Structure:
 
 @dataclass(frozen=True)
 class Record:
-    """The form of an instance of a dataclass, or of a subclass of dict.
+    """The form of an instance of a dataclass, of a subclass of dict, or of another kind above.
 
     Attributes:
         kind: its class.
-        names: its fields, and further attributes.
+        names: its fields, and further attributes; of a ``Derived`` the operation.
         keys: its keys, if it is a dict as well (as the outputs of Hugging Face's models are).
         below: the structure of the values of names and keys.
         num_leaves: how many leaves there are below.
@@ -63,11 +65,16 @@ class Record:
         return f"{self.kind.__qualname__}({', '.join(self.names)}: {self.below})"
 
 
-_LEAVES = Structure(pytree.tree_flatten((0, 0))[1])
+#: What is below the kinds that have no fields: a list of leaves.
+_BELOW = {num: Structure(pytree.tree_flatten([0] * num)[1]) for num in (1, 2)}
 
 
-def flatten(tree: Any) -> tuple[list[Any], Structure]:
+def flatten(tree: Any, *, opens_reductions: bool = True) -> tuple[list[Any], Structure]:
     """Take a tree apart.
+
+    Args:
+        tree: the tree.
+        opens_reductions: whether a mean or a sum is taken apart, and not a leaf. Default: yes.
 
     An instance of a dataclass, or of a subclass of dict, that holds a tensor somewhere is taken
     apart as well, although torch takes it for a leaf; one without a tensor stays a leaf, for it
@@ -80,7 +87,7 @@ def flatten(tree: Any) -> tuple[list[Any], Structure]:
         >>> unflatten(structure, [leaf * 10 for leaf in leaves])
         {'a': 10, 'b': (20, 30)}
     """
-    leaves, spec = pytree.tree_flatten(tree, is_leaf=_is_packed)
+    leaves, spec = pytree.tree_flatten(tree, is_leaf=_is_packed)  # it would be a named tuple
     if not any(_is_record(leaf) for leaf in leaves):
         return leaves, Structure(spec)
     flat: list[Any] = []
@@ -88,10 +95,15 @@ def flatten(tree: Any) -> tuple[list[Any], Structure]:
     for leaf in leaves:
         if _is_packed(leaf):
             is_sorted = leaf.sorted_indices is None
-            records.append(Record(PackedSequence, (), (is_sorted,), _LEAVES, 2))
+            records.append(Record(PackedSequence, (), (is_sorted,), _BELOW[2], 2))
             flat.extend(pad_packed_sequence(leaf, batch_first=True))
             continue
-        if _is_record(leaf):
+        if isinstance(leaf, Reduction) and opens_reductions:
+            kind, names, keys, parts = taken_apart(leaf)
+            records.append(Record(kind, names, keys, _BELOW[len(parts)], len(parts)))
+            flat.extend(parts)
+            continue
+        if _is_record(leaf) and not isinstance(leaf, Reduction):
             names = tuple(
                 {f.name: None for f in _fields(leaf) if hasattr(leaf, f.name)}
                 | dict.fromkeys(getattr(leaf, "__dict__", {}))
@@ -99,7 +111,8 @@ def flatten(tree: Any) -> tuple[list[Any], Structure]:
             keys = tuple(leaf) if isinstance(leaf, dict) else ()
             values = [getattr(leaf, name) for name in names]
             try:
-                inner, below = flatten([values, [leaf[key] for key in keys]])
+                items = [values, [leaf[key] for key in keys]]
+                inner, below = flatten(items, opens_reductions=opens_reductions)
             except RecursionError as error:
                 raise BatchError(
                     f"a {type(leaf).__qualname__} among inputs or outputs contains itself"
@@ -123,6 +136,10 @@ def unflatten(structure: Structure, leaves: Iterable[Any]) -> Any:
         if record is None:
             outer.append(next(rest))
             continue
+        if issubclass(record.kind, Reduction):
+            parts = [next(rest) for _ in range(record.num_leaves)]
+            outer.append(put_together(record.kind, record.keys, parts))
+            continue
         if record.kind is PackedSequence:
             outer.append(
                 pack_padded_sequence(
@@ -145,15 +162,34 @@ def unflatten(structure: Structure, leaves: Iterable[Any]) -> Any:
 
 def ragged(structure: Structure) -> set[int]:
     """The numbers of the leaves whose dimension 1 may differ from part to part of a batch."""
-    numbers: set[int] = set()
+    return {place for place, record in _records(structure) if record.kind is PackedSequence}
+
+
+def summed(structure: Structure) -> set[int]:
+    """The numbers of the leaves that have one row for each device, to be summed."""
+    return {
+        place + i
+        for place, record in _records(structure)
+        if issubclass(record.kind, Reduction) and record.kind is not Derived
+        for i in range(record.num_leaves)
+    }
+
+
+def derived(structure: Structure) -> dict[int, str]:
+    """The numbers of the leaves that were computed from a reduction, and by which operation."""
+    found = _records(structure)
+    return {place: record.names[0] for place, record in found if record.kind is Derived}
+
+
+def _records(structure: Structure) -> Iterator[tuple[int, Record]]:
+    """All records in a structure, each with the number of its first leaf."""
     place = 0
     for record in structure.records:
-        if record is not None and record.kind is PackedSequence:
-            numbers.add(place)
-        elif record is not None:
-            numbers.update(place + number for number in ragged(record.below))
+        if record is not None:
+            yield place, record
+            for number, below in _records(record.below):
+                yield place + number, below
         place += 1 if record is None else record.num_leaves
-    return numbers
 
 
 def spread(prefix: Any, structure: Structure) -> list[Any] | None:
@@ -171,11 +207,19 @@ def spread(prefix: Any, structure: Structure) -> list[Any] | None:
     if values is None or not structure.records:
         return values
     return [
-        # In a packed sequence the batch comes first, wherever it is in the tensors beside it.
-        0 if value is not None and record is not None and record.kind is PackedSequence else value
+        _spread_in(record, value)
         for value, record in zip(values, structure.records, strict=True)
         for _ in range(1 if record is None else record.num_leaves)
     ]
+
+
+def _spread_in(record: Record | None, value: Any) -> Any:
+    """What holds in a record: the batch comes first, wherever it is in the tensors beside it."""
+    if record is not None and issubclass(record.kind, Reduction) and record.kind is not Derived:
+        return 0
+    if record is not None and record.kind is PackedSequence and value is not None:
+        return 0
+    return value
 
 
 def structure_to_bytes(structure: Structure) -> bytes:
@@ -256,7 +300,7 @@ def _is_packed(node: Any) -> bool:
 
 
 def _is_record(leaf: Any) -> bool:
-    if isinstance(leaf, PackedSequence):
+    if isinstance(leaf, (PackedSequence, Reduction)):
         return True
     # Dicts of the known classes are no leaves; what is left are dicts of classes of their own.
     return isinstance(leaf, dict) or (is_dataclass(leaf) and not isinstance(leaf, type))

@@ -78,7 +78,7 @@ class Explicit:
         if len(args) == 1 and not kwargs and type(args[0]) is Tensor:  # the same, sooner
             leaves, structure = [args[0]], None
         else:
-            leaves, structure = flatten((args, kwargs))
+            leaves, structure = flatten((args, kwargs), opens_reductions=False)
         shards = [Shard.of(leaf) if has_batch(leaf) else None for leaf in leaves]
         first = next(filter(None, shards), None)
         if first is None or not _belong_together(leaves, shards, first):

@@ -29,8 +29,8 @@ from evener.batches import TensorForm
 from evener.errors import EvenerError
 from evener.gluon.pending import Pending
 from evener.gluon.situation import Situation
-from evener.outputs import Means
 from evener.piece import run_backward
+from evener.reductions import Means
 from evener.trees import Structure, flatten, unflatten
 
 
@@ -267,7 +267,9 @@ def _empty(leaf: Any) -> Any:
     tensor = _tensor(leaf)
     if tensor is None or (tensor.dim() == 0 and not TensorForm.of(tensor).is_mean):
         return leaf
-    if isinstance(leaf, Means) or tensor.dim() == 0:  # the mean over nothing
+    if isinstance(leaf, Means):  # the mean over nothing
+        empty = torch.full(tensor.shape[1:], leaf.empty, dtype=tensor.dtype)
+    elif tensor.dim() == 0:
         empty = torch.full((), torch.nan, dtype=tensor.dtype)
     else:
         empty = torch.empty((0, *tensor.shape[1:]), dtype=tensor.dtype)

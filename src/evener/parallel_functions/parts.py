@@ -21,10 +21,11 @@ from torch import Tensor
 from torch.nn.parallel.scatter_gather import scatter_kwargs as _torchs_scatter_kwargs
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from evener.batches import agree, narrow
+from evener.batches import TensorForm, agree, check_outputs, narrow
 from evener.devices import DevicesSpec
 from evener.errors import BatchError
 from evener.parallel_functions.places import on_cpu, places_of, torch_devices
+from evener.reductions import Reduction
 from evener.shares import share_out
 from evener.trees import flatten, unflatten
 
@@ -153,7 +154,8 @@ def gather(outputs: Sequence[Any], target_device: Any = None, dim: int = 0) -> A
 
     Returns:
         The same nest. Tensors are concatenated; 0-dim ones become a vector with one entry for each
-        replica (with a warning, as in torch). What is no tensor must be the same on all.
+        replica (with a warning, as in torch); an ``evener.Mean`` or ``Sum`` becomes that over all
+        replicas. What is no tensor must be the same on all.
 
     Raises:
         BatchError: if outputs are nested differently, their shapes do not fit, or values that are
@@ -175,6 +177,8 @@ def gather(outputs: Sequence[Any], target_device: Any = None, dim: int = 0) -> A
 
 def _joined(values: Sequence[Any], dim: int, where: str) -> Any:
     first = values[0]
+    if any(isinstance(value, Reduction) for value in values):
+        return _joined_reductions(values)
     if all(isinstance(value, Tensor) for value in values):
         return _joined_tensors(values, dim, where)
     if all(isinstance(value, PackedSequence) for value in values):
@@ -202,6 +206,21 @@ def _joined(values: Sequence[Any], dim: int, where: str) -> Any:
             )
     return remake(
         [_joined([items[key] for items in by_key], dim, f"{where}[{key!r}]") for key in keys]
+    )
+
+
+def _joined_reductions(values: Sequence[Any]) -> Any:
+    """The mean or the sum over all replicas, as a plain tensor."""
+    answers = [(structure, leaves) for leaves, structure in map(flatten, values)]
+    forms = [
+        (structure, [TensorForm.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+        for structure, leaves in answers
+    ]
+    labels = [f"replica {i}" for i in range(len(values))]
+    check_outputs(forms, [1] * len(values), labels, [0] * len(answers[0][1]))
+    parts = zip(*(leaves for _, leaves in answers), strict=True)
+    return unflatten(
+        answers[0][0], [torch.cat(each) if len(each) > 1 else each[0] for each in parts]
     )
 
 
@@ -262,7 +281,7 @@ def _opened(nest: Any) -> tuple[list[Any], list[Any], Callable[[list[Any]], Any]
     if isinstance(nest, (list, tuple)):
         kind: Any = type(nest)
         return list(range(len(nest))), list(nest), getattr(kind, "_make", kind)
-    leaves, structure = flatten(nest)
+    leaves, structure = flatten(nest, opens_reductions=False)
     if len(leaves) == 1 and leaves[0] is nest:
         return None
     return list(range(len(leaves))), leaves, partial(unflatten, structure)
