@@ -370,3 +370,8 @@ def test_paths_and_folder_are_those_of_the_program(
     assert torch.equal(model(torch.ones(4)), torch.full((4,), 21.0))
     evener.release(model)
     sys.modules.pop("found_only_here")
+
+
+def test_another_word_for_batch_norm_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"is not known.*exact.*local"):
+        evener.parallelize(nn.Linear(2, 2), "cpu:0", batchnorm="global")

@@ -23,7 +23,7 @@ class FakeMember:
         self.dropped: list[int] = []
         self.channel = SimpleNamespace(torn=True)
 
-    def receive(self, message: Any, size: Any) -> Any:
+    def receive(self, message: Any, size: Any, _attend: Any) -> Any:
         answer = self.answers.pop(0)
         if isinstance(answer, BaseException):
             raise answer

@@ -114,6 +114,11 @@ class Region:
         return tensor.set_(tensor.untyped_storage(), 0, place.shape, place.stride)
 
     @property
+    def words(self) -> memoryview:
+        """The memory as whole numbers of 64 bits."""
+        return self._memory.cast("q")
+
+    @property
     def in_use(self) -> bool:
         """Whether a tensor over this region is left in this process."""
         return sys.getrefcount(self._memory) > self._idle_count

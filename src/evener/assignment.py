@@ -56,6 +56,16 @@ class Assignment:
         """Whether the module has another structure since."""
         return self._layout is not self._run.mirror.layout
 
+    def check_repeatable(self) -> None:
+        """See that a forward can be made again.
+
+        Raises:
+            HelperDiedError: if the module's structure, parameters or inputs have changed since.
+        """
+        self._check_module()
+        if self._counts() != self._after:
+            raise _lost("inputs have changed in place")
+
     def has_changed(self, numbers: list[int]) -> bool:
         """Whether some of the shared tensors were changed in place since."""
         shared = self._run.mirror.shared
@@ -104,14 +114,14 @@ class Assignment:
 
     def _load(self) -> tuple[messages.Load, Update]:
         """What makes a replica as the module was before the call."""
-        mirror = self._run.mirror
+        self._check_module()
+        return self._run.mirror.load(self._module, self._state)
+
+    def _check_module(self) -> None:
         if self.has_lost_structure():
-            what = "the module's structure has changed"
-        elif self.has_changed(list(range(len(self._versions)))):
-            what = "parameters have changed in place"
-        else:
-            return mirror.load(self._module, self._state)
-        raise _lost(what)
+            raise _lost("the module's structure has changed")
+        if self.has_changed(list(range(len(self._versions)))):
+            raise _lost("parameters have changed in place")
 
     def _renew(self, given: list[Tensor], kept: list[Tensor], *, is_over: bool) -> None:
         """Put a device's inputs into the arena anew: a forward may have changed them in place."""

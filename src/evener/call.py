@@ -24,7 +24,7 @@ from evener import messages
 from evener.arena import Region, put
 from evener.assignment import Assignment
 from evener.batches import Batch, Cut
-from evener.errors import HelperDiedError
+from evener.errors import GatherBrokenError, HelperDiedError
 from evener.gradients import InputGradient, SharedGradients, own_gradients
 from evener.journal import BACKWARD, FORWARD, INFERENCE
 from evener.memory import is_memory_error
@@ -35,6 +35,7 @@ from evener.run import Run
 from evener.team import Team
 from evener.timing import Timing
 from evener.trees import Structure
+from evener.work import Work
 
 
 class Call:
@@ -118,7 +119,7 @@ class Call:
         self._is_open = True
         for device in cut.helpers:
             work = self._assignment.work(device, settings)
-            team.post(device, work.forward, work)
+            self._post(device, work.forward, work)
         for device in resting:
             team.post(device, messages.Follow(update))
         answers: dict[int, tuple[Structure, list[Any]]] = {}
@@ -135,7 +136,7 @@ class Call:
         if not idle and cut.lead == 0:
             run.mirror.accept()  # else the next call tells those who did not run what changed
         if errors:
-            raise errors[0]
+            raise _first(errors)
         if cut.lead != 0 or self._is_delegated:
             run.mirror.take_buffers(self._module)
         with timing.joining():
@@ -226,7 +227,7 @@ class Call:
             )
 
         for device in others:
-            team.post(device, message(device))
+            self._post(device, message(device))
         errors: list[BaseException] = []
         own: list[Tensor | None] = [None] * (len(inputs) + len(self.trainable))
         failure = None
@@ -245,7 +246,7 @@ class Call:
         timing.pieces()
         try:
             if errors:
-                raise errors[0]
+                raise _first(errors)
             with timing.joining():
                 sums = shared.add_up(self._wanted, own[len(inputs) :], answers)
                 reached = {device: answer.inputs for device, answer in answers.items()}
@@ -274,6 +275,9 @@ class Call:
                 raise
             return [None] * (len(self.inputs) + len(self.trainable)), messages.Failure.of(error)
 
+    def _post(self, device: int, message: Any, work: Work | None = None) -> None:
+        self.run.team.post(device, message, work)
+
     def _can_be_smaller(self, error: Exception) -> bool:
         """Whether the first device's piece, which failed, can be run again in portions."""
         return is_memory_error(error) and not self._assignment.has_changed_inputs()
@@ -296,6 +300,14 @@ class Call:
                 "Trying to backward through the graph of a parallel module a second time; give "
                 "retain_graph=True to the first backward"
             )
+
+
+def _first(errors: Sequence[BaseException]) -> BaseException:
+    """The first error, in the order of the devices, that is not the consequence of another."""
+    for error in errors:
+        if isinstance(error, GatherBrokenError):  # nobody sees it; its frames would hold the graph
+            error.__traceback__ = error.__context__ = None
+    return next((e for e in errors if not isinstance(e, GatherBrokenError)), errors[0])
 
 
 def _checked(team: Team, device: int, answer: Any) -> Any:

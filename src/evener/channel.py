@@ -19,6 +19,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 _LENGTH = struct.Struct("<Q")
@@ -26,6 +27,8 @@ _LENGTH = struct.Struct("<Q")
 _CHUNK_BYTES = 1 << 16
 #: The longest sleep of who waits for an answer in some time.
 _LOOK_S = 1.0
+#: The same where it looks after others.
+_ATTEND_S = 0.01
 
 
 class ChannelClosedError(Exception):
@@ -88,8 +91,13 @@ class Channel:
                 raise ChannelTimeoutError from error
             self.broken = False
 
-    def receive(self, timeout_s: float) -> Any:
+    def receive(self, timeout_s: float, attend: Callable[[], bool] | None = None) -> Any:
         """Wait for a message. May be interrupted and called again: what has come is kept.
+
+        Args:
+            timeout_s: how long, in seconds.
+            attend: is called now and then; while it gives true, the other process itself waits
+                for somebody, and its time does not count. Default: it counts.
 
         Raises:
             ChannelClosedError: if the other process has ended.
@@ -115,12 +123,14 @@ class Channel:
             # Where this process itself was stopped (Ctrl-Z), the other one was, too.
             left_s -= min(now - before, 2 * _LOOK_S)
             before = now
+            if now >= spin_end and attend is not None and attend():
+                left_s = timeout_s
             if left_s <= 0:
                 raise ChannelTimeoutError
             # While it looks it does not yield the core: with another program beside us, that would
             # give away a whole time slice, some milliseconds, to save some microseconds.
             if now >= spin_end:
-                self._poll.poll(1000 * min(left_s, _LOOK_S))
+                self._poll.poll(1000 * min(left_s, _LOOK_S if attend is None else _ATTEND_S))
 
     def close(self) -> None:
         """Close this end."""

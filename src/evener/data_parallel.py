@@ -33,7 +33,9 @@ from evener import allocator
 from evener.advice import Advice
 from evener.alone import run_alone, settled
 from evener.batches import Batch, Cut
+from evener.batchnorm import uses_statistics
 from evener.call import Call, labelled
+from evener.coupled import CoupledCall
 from evener.devices import Device
 from evener.dims import Dims
 from evener.errors import EvenerError
@@ -52,6 +54,7 @@ from evener.shares import Choice
 from evener.team import Team
 from evener.thread import Mark, on_cores, restored, seeded
 from evener.timing import Timing
+from evener.together import Together
 
 
 class DataWay:
@@ -64,6 +67,7 @@ class DataWay:
         timeout_s: how long one answer of a helper may take; None: as measured.
         restarts: how many times a device gets a new helper after a death.
         dims: where the batch lies in inputs and outputs. Default: in dimension 0.
+        is_exact: whether batch norm takes its statistics over all devices. Default: no.
 
     Attributes:
         dims: where the batch lies.
@@ -77,7 +81,10 @@ class DataWay:
         timeout_s: float | None,
         restarts: int,
         dims: Dims | None = None,
+        *,
+        is_exact: bool = False,
     ) -> None:
+        self._is_exact = is_exact
         self._devices = list(devices)
         self._policies = Policies(self._devices, *policies)
         self.dims = dims or Dims()
@@ -90,9 +97,7 @@ class DataWay:
         self._run: Run | None = None
         self._num_threads: int | None = None  # the user's, while a team runs
         self._keeps_memory = False
-        self._inside = (
-            Mark()
-        )  # where the first device's piece runs: a call in it is the plain call
+        self._inside = Mark()  # where the first device's piece runs; a call in it is plain
         self._advice = Advice()
         self._seed = (0, 0)  # the torch seed, and the number of calls since it was set
 
@@ -104,7 +109,7 @@ class DataWay:
             or (self._run is None and any(map(is_lazy, module.parameters())))
         )
 
-    def call(
+    def call(  # noqa: PLR0915 - one call, from cut to outputs
         self,
         module: nn.Module,
         forward: Callable[..., Any],
@@ -159,11 +164,29 @@ class DataWay:
             run = self._ready(module)
             stack.enter_context(on_cores(self._devices[0].cores))
             run.settle()
-            timing = Timing(self.journal, self._num_calls, choice.shares)
-            timing.num_faults = self._faults.num
-            cut = Cut(choice.shares, means_apart=shares is not None)
-            seeds = {device: seed(device) for device in cut.parts}
-            call = Call(run, module, self._own(forward), batch, cut, seeds=seeds, timing=timing)
+            own, number, is_apart = self._own(forward), self._num_calls, shares is not None
+            size = batch.size
+            is_exact = self._is_exact and not is_apart and uses_statistics(module)
+
+            def made(shares: Sequence[int]) -> Call:
+                timing = Timing(self.journal, number, shares)
+                timing.num_faults = self._faults.num
+                cut = Cut(shares, means_apart=is_apart)
+                seeds = {device: seed(device) for device in cut.parts}
+                if not is_exact or len(cut.parts) == 1:
+                    return Call(run, module, own, batch, cut, seeds=seeds, timing=timing)
+                run.team.summon(cut.helpers)
+                return CoupledCall(run, module, own, batch, cut, seeds=seeds, timing=timing)
+
+            def made_again(before: Call | None) -> Call:
+                if before is not None:
+                    return made(before.timing.shares)
+                self._attend()
+                return made(self._choose(size, grad=grad).shares)
+
+            call: Call | Together = made(choice.shares)
+            if isinstance(call, CoupledCall):
+                call = Together(call, module, made_again)
             grad = grad and bool(call.inputs or call.trainable)
             settings = Settings.current()._replace(grad=grad)
             if settings.grad:
@@ -173,11 +196,11 @@ class DataWay:
             else:
                 call.forward(settings)
                 tensors = call.outputs.tensors
-                self._learn(run, timing, grad=False)
+                self._learn(run, call.timing, grad=False)
             return call.outputs.tree(tensors)
 
     def backward(
-        self, call: Call, gradients: Sequence[Tensor | None], *, keep_graph: bool
+        self, call: Call | Together, gradients: Sequence[Tensor | None], *, keep_graph: bool
     ) -> list[Tensor | None]:
         """Run the backward of a call; see :meth:`Call.backward`."""
         cores = self._devices[0].cores
@@ -290,7 +313,7 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, way: DataWay, call: Call, settings: Settings, *_inputs: Tensor
+        ctx: Any, way: DataWay, call: Call | Together, settings: Settings, *_inputs: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.way, ctx.call = way, call
         ctx.set_materialize_grads(False)

@@ -10,6 +10,8 @@ Every one says what was given, what was expected and the way out::
      ├── ProgramError (ValueError)          a program that `evener run` cannot find
      ├── ArenaError (MemoryError)           no room for the shared memory of a team
      ├── SampleTooLargeError (MemoryError)  a device has no memory for a single sample
+     ├── BranchError (RuntimeError)         devices that must meet have gone different ways
+     ├── GatherBrokenError (RuntimeError)   another device has failed; the user sees its error
      ├── NotOnDeviceError (RuntimeError)    a parameter that was never on the device
      ├── StaleGradientError (RuntimeError)  gradients of a step that are missing, or too old
      └── TeamError (RuntimeError)           a helper could not do its part
@@ -54,6 +56,14 @@ class ArenaError(EvenerError, MemoryError):
 
 class SampleTooLargeError(EvenerError, MemoryError):
     """A device has no memory for a single sample; the cause is what it raised."""
+
+
+class BranchError(EvenerError, RuntimeError):
+    """Devices that have to meet, for a mean over all of them, have gone different ways."""
+
+
+class GatherBrokenError(EvenerError, RuntimeError):
+    """Another device has failed, so this one waits in vain; the user sees the other's error."""
 
 
 class NotOnDeviceError(EvenerError, RuntimeError):

@@ -24,8 +24,10 @@ from torch import Tensor, nn
 from evener import messages
 from evener.arena import Arena, Place, Region, moved
 from evener.batches import is_joinable
+from evener.batchnorm import over_all
 from evener.compiling import Compiler
 from evener.exchange import host
+from evener.exchange.gather import Gather, Room
 from evener.piece import Piece, own_saved_tensors, run_backward, set_flags
 from evener.portions import Portions
 from evener.replica import complete_main, from_bytes, private_buffers
@@ -83,8 +85,10 @@ class Helper:
             messages.Read: self._read,
         }
         message = request.message
+        gather = self._gather(getattr(message, "meeting", None))
         try:
-            reply = actions[type(message)](message)
+            with over_all(gather, self._modules):
+                reply = actions[type(message)](message)
         except BaseException as error:
             if self._is_guest and not isinstance(error, Exception):
                 raise
@@ -95,7 +99,14 @@ class Helper:
         freed = [number for number, region in self._regions.items() if not region.in_use]
         for number in freed:
             del self._regions[number]
-        return messages.Reply(reply, freed, start_s, time.perf_counter())
+        waited_s = 0.0 if gather is None else gather.waited_s
+        return messages.Reply(reply, freed, start_s, time.perf_counter(), waited_s)
+
+    def _gather(self, meeting: tuple[Room, int] | None) -> Gather | None:
+        if meeting is None:
+            return None
+        room, index = meeting
+        return Gather(self._arena.region(room.offset, room.num_bytes), room, index)
 
     def _load(self, message: messages.Load) -> messages.Done:
         if not self._is_guest:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -67,6 +68,8 @@ class Member:
         stage: ``"starting"``, ``"there"``, ``"rehearsing"`` or ``"seated"``; see ``roster``.
         num_pieces: how many pieces it was given since it was loaded.
         dropped: pieces that it may forget; told with the next request.
+        limit_s: how long its answer may take, in seconds.
+        is_extra: whether it came for a single call; see :meth:`Roster.summon`.
 
     Raises:
         HelperStartError: if there is no process.
@@ -77,6 +80,7 @@ class Member:
     ) -> None:
         self.device = device
         self.is_loaded = False
+        self.is_extra = False
         self.stage = "starting"
         self.num_pieces = 0
         self.dropped: deque[int] = deque()
@@ -84,7 +88,7 @@ class Member:
         self._process, self.channel, self.pidfd, self._lifeline = launch(device, arena_fd, spin_s)
         self.pid = self._process.pid
         self._looked_s = self.started_s = time.monotonic()
-        self._limit_s = 0.0
+        self.limit_s = 0.0
         try:
             self._kill_count = KillCount(self.pid)
         except BaseException:  # an interrupt
@@ -107,19 +111,26 @@ class Member:
         """
         limit_s = self._patience.limit_s(type(message).__name__, size)
         dropped = [self.dropped.popleft() for _ in range(len(self.dropped))]
-        self._limit_s = limit_s
+        self.limit_s = limit_s
         self.channel.send(messages.Request(message, dropped), limit_s)
 
-    def receive(self, message: Any, size: Any = None) -> messages.Reply:
+    def receive(
+        self, message: Any, size: Any = None, attend: Callable[[], bool] | None = None
+    ) -> messages.Reply:
         """Wait for the answer to a message.
+
+        Args:
+            message: the message.
+            size: as for :meth:`send`.
+            attend: as for :meth:`Channel.receive`.
 
         Raises:
             ChannelClosedError: if it has ended.
             ChannelTimeoutError: if it does not answer in time.
         """
         kind = type(message).__name__
-        self._limit_s = self._patience.limit_s(kind, size)
-        reply = self._hear(self._limit_s)
+        self.limit_s = self._patience.limit_s(kind, size)
+        reply = self._hear(self.limit_s, attend)
         self._patience.observe(kind, size, reply.end_s - reply.start_s)
         return reply
 
@@ -130,7 +141,7 @@ class Member:
             ChannelClosedError: if it has ended.
             ChannelTimeoutError: if it is not there in time.
         """
-        self._limit_s = START_TIMEOUT_S
+        self.limit_s = START_TIMEOUT_S
         self._hear(timeout_s)
         self.channel.torn = False
         self._kill_count.renew()
@@ -142,9 +153,14 @@ class Member:
             self._looked_s = now_s
             self._kill_count.renew()
 
-    def _hear(self, timeout_s: float) -> messages.Reply:
+    @property
+    def has_ended(self) -> bool:
+        """Whether its process is no more."""
+        return self._process.poll() is not None
+
+    def _hear(self, timeout_s: float, attend: Callable[[], bool] | None = None) -> messages.Reply:
         before = self.channel.torn
-        while isinstance(reply := self.channel.receive(timeout_s), Printed):
+        while isinstance(reply := self.channel.receive(timeout_s, attend), Printed):
             self.channel.torn = before
             reply.show()
         answer: messages.Reply = reply
@@ -179,7 +195,7 @@ class Member:
         """
         try:
             if isinstance(error, ChannelTimeoutError):
-                text = f"did not answer within {self._limit_s:g} s"
+                text = f"did not answer within {self.limit_s:g} s"
                 return Cause(self.pid, text, is_own=True, has_waited=True)
             return self._cause()
         finally:

@@ -35,6 +35,7 @@ from torch import Tensor
 from evener.arena import Place
 from evener.batches import TensorForm, is_joinable
 from evener.errors import HelperRaisedError, RemoteTraceback
+from evener.exchange.gather import Room
 from evener.memory import is_memory_error
 from evener.pickling import dumps
 from evener.piece import Settings
@@ -118,6 +119,7 @@ class Forward:
             the first device rests.
         split: how the piece is to be split, where it is too large for the device.
         deferred: whether only a backward is wanted, which will run the forward itself.
+        meeting: where the devices meet, and the number of this one there; None if they do not.
     """
 
     piece: int
@@ -130,6 +132,7 @@ class Forward:
     lead: bool
     split: Split | None = None
     deferred: bool = False
+    meeting: tuple[Room, int] | None = None
 
 
 @dataclass
@@ -156,6 +159,7 @@ class Backward:
         inputs: where the gradients of the inputs that want one go.
         keep_graph: whether another backward may follow.
         settings: those of the user's program in the forward, with the flags as they are now.
+        meeting: as for :class:`Forward`.
     """
 
     piece: int
@@ -164,6 +168,7 @@ class Backward:
     inputs: list[Place]
     keep_graph: bool
     settings: Settings
+    meeting: tuple[Room, int] | None = None
 
 
 @dataclass
@@ -277,13 +282,15 @@ class Request(NamedTuple):
 class Reply(NamedTuple):
     """What a helper sends: the answer, and pieces whose inputs it no longer reads.
 
-    It began and ended in seconds of ``time.perf_counter``, on Linux one clock for all processes.
+    It began and ended in seconds of ``time.perf_counter``, on Linux one clock for all processes,
+    and for ``waited_s`` of these it waited for other devices.
     """
 
     message: Any
     freed: list[int]
     start_s: float = 0.0
     end_s: float = 0.0
+    waited_s: float = 0.0
 
 
 #: Kinds of leaves that pickle sends well; all others are left to cloudpickle.

@@ -60,6 +60,7 @@ def parallelize(
     how: str = "data",
     *,
     shares: str | Sequence[float] = "auto",
+    batchnorm: str = "local",
     timeout_s: float | None = None,
     restarts: int = 3,
     in_dims: Any = 0,
@@ -68,7 +69,7 @@ def parallelize(
     """Make a module run on several devices, in place.
 
     The training loop stays as it is: the batch is the whole batch, and outputs, gradients and
-    buffers are those of one device up to rounding (batch norm: see the guide's restrictions).
+    buffers are those of one device up to rounding (for batch norm see ``batchnorm``).
     Helpers start at the first call, and end with :func:`release`, with the module or with the
     process.
 
@@ -81,6 +82,10 @@ def parallelize(
             cut so that all are done at the same time; a device that costs more than it brings
             gets nothing. Or ``"even"``, or one number a device such as ``(3, 1)``, in whose
             proportion batches are cut; zero lets a device rest.
+        batchnorm: ``"local"``: each device takes mean and variance of its own share, as in DDP;
+            running statistics are those of the first device that works. Or ``"exact"``: each
+            batch norm layer in training takes one mean and variance over all devices, as on one
+            device. Then code that was compiled runs as it is written in such calls.
         timeout_s: how long a device may take for one forward or backward, in seconds, before its
             helper counts as dead. Default: fifty times what is usual, one minute at least; ten
             minutes for what it has not done before, such as the first call.
@@ -102,8 +107,8 @@ def parallelize(
         SharesError: if ``shares`` is not one number a device.
         ModuleError: if the module is parallel already, or cannot be made so.
         TypeError: if ``in_dims`` or ``out_dims`` holds anything but numbers and None.
-        ValueError: if ``how`` is not known, or ``timeout_s`` is not above zero, or
-            ``restarts`` is negative.
+        ValueError: if ``how`` or ``batchnorm`` is not known, or ``timeout_s`` is not above zero,
+            or ``restarts`` is negative.
 
     Example:
         >>> model = parallelize(nn.Linear(2, 1), "cpu:0")
@@ -130,6 +135,8 @@ def parallelize(
         )
     if how != "data":
         raise ValueError(f'how={how!r} is not known; this version has "data"')
+    if batchnorm not in ("exact", "local"):
+        raise ValueError(f'batchnorm={batchnorm!r} is not known; give "exact" or "local"')
     if timeout_s is not None and not timeout_s > 0:
         raise ValueError(f"timeout_s={timeout_s!r}: expected seconds above zero, or None")
     if not isinstance(restarts, int) or restarts < 0:
@@ -140,7 +147,8 @@ def parallelize(
     way = None
     if len(found) > 1:
         _check_drivable(found)
-        way = DataWay(found, _policies(weights, len(found)), timeout_s, restarts, dims)
+        policies, is_exact = _policies(weights, len(found)), batchnorm == "exact"
+        way = DataWay(found, policies, timeout_s, restarts, dims, is_exact=is_exact)
     plain = type(module)
     state = _State(plain, way, found)
     if way is not None:

@@ -26,7 +26,8 @@ from evener.roster import NOTHING_LOST, Roster
 from evener.seat import Asked, Seat
 from evener.work import Ask, Work
 
-_PHASES = {
+#: What a device does for each message, for whoever reads of it.
+PHASES = {
     messages.Load: "load",
     messages.Follow: "load",
     messages.Forward: "forward",
@@ -70,7 +71,7 @@ class Recovery:
             HelperDiedError: if it cannot be done again.
             SampleTooLargeError: if there is no memory for one sample.
         """
-        phase = _PHASES[type(asked.message)]
+        phase = PHASES[type(asked.message)]
         while True:
             cause = None
             if error is not None:
@@ -123,7 +124,7 @@ class Recovery:
         who = "the main process" if isinstance(work.holder, Deputy) and seat.number else "it"
         self._faults.note(
             seat.number,
-            _PHASES[type(asked.message)],
+            PHASES[type(asked.message)],
             f"had no memory for {work.split.size} samples ({failure.summary})",
             f"{who} computed them{_portions(work)}; "
             + (f"it gets no more than {cap} from now on" if cap else "it is left out"),
@@ -140,7 +141,7 @@ class Recovery:
         if isinstance(message, (messages.Load, messages.Follow)):
             return messages.Done(), NOTHING_LOST
         if isinstance(message, messages.Reduce):
-            return messages.Lost(), "the main process finished the sum"
+            return messages.Lost(), "the sum was finished without it"
         if work is None:
             raise HelperDiedError(
                 f"the helper of {label} has died, and what it was asked "

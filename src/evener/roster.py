@@ -14,6 +14,7 @@ from __future__ import annotations
 import select
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 from evener.arena import Arena
 from evener.channel import ChannelClosedError, ChannelTimeoutError
@@ -40,6 +41,7 @@ class Roster:
 
     Attributes:
         seats: one for each device.
+        spin_s: how long a wait looks before it sleeps.
 
     Raises:
         HelperStartError: if a helper does not start.
@@ -60,7 +62,7 @@ class Roster:
         self._timeout_s = timeout_s
         used: list[int] = [core for device in devices for core in device.cores]
         # Who shares a core with another device must not keep it busy by looking.
-        self._spin_s = SPIN_S if len(used) == len(set(used)) else 0.0
+        self.spin_s = SPIN_S if len(used) == len(set(used)) else 0.0
         self._deaths = select.poll()
         try:
             for seat in self.seats[1:]:
@@ -79,7 +81,9 @@ class Roster:
                     since_s = time.perf_counter()
                     self.note(seat, "idle", self.bury(seat, ChannelClosedError()), since_s)
         for seat in self.seats[1:]:
-            if seat.member is not None:
+            if seat.member is not None and seat.member.is_extra:
+                self.dismiss(seat)
+            elif seat.member is not None:
                 seat.member.look()
             elif seat.coming is not None:
                 self._welcome(seat, seat.coming)
@@ -122,6 +126,22 @@ class Roster:
             return self._sit_down(seat, member)
         return None
 
+    def summon(self, seat: Seat) -> bool:
+        """See that a helper sits there now, for a call that cannot end without it.
+
+        Where there were too many deaths, it gets one that ends with the call; see :meth:`tend`.
+
+        Returns:
+            Whether one does.
+        """
+        if seat.member is None and self.await_coming(seat) is None and self._arena.fd >= 0:
+            with suppress(HelperStartError):
+                seat.coming = self._start(seat)
+            member = self.await_coming(seat)
+            if member is not None:
+                member.is_extra = seat.num_deaths > self._faults.restarts
+        return seat.member is not None
+
     def note(
         self, seat: Seat, phase: str, cause: Cause, since_s: float, action: str = NOTHING_LOST
     ) -> None:
@@ -136,7 +156,7 @@ class Roster:
         """
         who = f"the helper of {self._devices[seat.number].label} (process {cause.pid})"
         num, most = seat.num_deaths, self._faults.restarts
-        if seat.coming is not None or seat.member is not None:
+        if seat.coming is not None or (seat.member is not None and not seat.member.is_extra):
             action += f"; a new helper starts (restart {num} of {most})"
         else:
             action += f"; the device gets no new helper (restarts={most}) and is left out"
@@ -158,7 +178,7 @@ class Roster:
 
     def _start(self, seat: Seat) -> Member:
         device = self._devices[seat.number]
-        return Member(device, self._arena.fd, self._spin_s, self._timeout_s)
+        return Member(device, self._arena.fd, self.spin_s, self._timeout_s)
 
     def _await_first(self, seat: Seat) -> None:
         """Wait for a helper of a new team. One that a signal has ended gets another try."""

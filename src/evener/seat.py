@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,8 +68,15 @@ class Seat:
             asked.error = error.with_traceback(None)  # nor what its frames hold
         member.channel.torn = False
 
-    def hear(self, asked: Asked, work: Work | None) -> Any:
+    def hear(
+        self, asked: Asked, work: Work | None, attend: Callable[[], bool] | None = None
+    ) -> Any:
         """The answer of the member. Until it has come, or will not, it stays what was asked.
+
+        Args:
+            asked: what was asked.
+            work: the piece that it is about, if any.
+            attend: as for :meth:`Channel.receive`.
 
         Raises:
             ChannelClosedError: if the member has ended.
@@ -78,13 +86,13 @@ class Seat:
         try:
             if asked.error is not None:
                 raise asked.error
-            reply = member.receive(asked.message, None if work is None else work.size)
+            reply = member.receive(asked.message, None if work is None else work.size, attend)
         except LOST:
             self.asked.remove(asked)
             raise
         self.asked.remove(asked)
         member.channel.torn = False
-        self.worked.append((self.number, reply.start_s, reply.end_s))
+        self.worked.append((self.number, reply.start_s, reply.end_s - reply.waited_s))
         for piece in reply.freed:
             self.release(piece)
         return reply.message

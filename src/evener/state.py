@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from evener.arena import Arena, Place, put
@@ -67,6 +68,46 @@ def told_first(arena: Arena, buffers: Mapping[int, Tensor]) -> dict[int, Told]:
     return told(arena, small) | large
 
 
+class Moment:
+    """What the user's own module is like now, to put it back.
+
+    Args:
+        module: the module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        modules = list(module.modules())
+        self._attributes = [dict(vars(each)) for each in modules]
+        self._buffers = [dict(each._buffers) for each in modules]
+        buffers = [b for part in self._buffers for b in part.values() if b is not None]
+        self._values = [(b, b.detach().clone()) for b in buffers if b.nbytes <= COPIED_BYTES]
+        self._large = [(b, mark(b)) for b in buffers if b.nbytes > COPIED_BYTES]
+
+    def put_back(self, module: nn.Module) -> None:
+        """Make the module as it was, of the same structure.
+
+        Raises:
+            HelperDiedError: if a large buffer has changed since.
+        """
+        for buffer, then in self._large:
+            _check_large(buffer, then)
+        modules = zip(module.modules(), self._attributes, self._buffers, strict=True)
+        for number, (each, attributes, buffers) in enumerate(modules):
+            now = vars(each)
+            for name in [n for n in now if n not in attributes and is_followed(number, n)]:
+                del now[name]
+            for name, value in attributes.items():
+                if is_followed(number, name) and now.get(name, now) is not value:
+                    now[name] = value
+            for name, own in buffers.items():
+                if each._buffers.get(name) is not own:
+                    each._buffers[name] = own
+        with torch.no_grad():
+            for buffer, values in self._values:
+                if not torch.equal(buffer, values):
+                    buffer.copy_(values)
+
+
 @dataclass(frozen=True)
 class State:
     """What a module was like before a call.
@@ -109,14 +150,19 @@ class State:
         if changed:
             update.attributes = to_bytes(changed, shared, "attributes")
         for each in self.buffers.values():
-            if each.place is None and mark(each.values) != each.mark:
-                raise HelperDiedError(
-                    f"a buffer of {each.values.nbytes} bytes has changed since the call, for the "
-                    "first time, and what the helper had to do cannot be done again without its "
-                    "values; call the module again"
-                )
+            if each.place is None:
+                _check_large(each.values, each.mark)
         large = {i: each.values for i, each in self.buffers.items() if each.place is None}
         for number, each in (dict(self.buffers) | told(arena, large)).items():
             assert each.place is not None  # noqa: S101 - it has one now
             update.buffers[number] = each.place
         return update
+
+
+def _check_large(buffer: Tensor, then: Any) -> None:
+    if mark(buffer) != then:
+        raise HelperDiedError(
+            f"a buffer of {buffer.nbytes} bytes has changed since the call, for the first time, "
+            "and what the helper had to do cannot be done again without its values; call the "
+            "module again"
+        )

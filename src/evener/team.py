@@ -33,6 +33,7 @@ from evener.deputy import Deputy
 from evener.devices import Device
 from evener.faults import Faults
 from evener.journal import Journal
+from evener.meeting import DisturbedError, Meeting, Meetings
 from evener.member import LOST, Member
 from evener.recovery import Recovery
 from evener.roster import Roster
@@ -83,16 +84,25 @@ class Team:
             raise
         self._seats = self._roster.seats
         self._recovery = Recovery(self._roster, self.faults, self.arena)
+        self._meetings = Meetings(self._roster, self.arena)
 
     # -------------------------------------------------------------- speaking
 
-    def post(self, device: int, message: Any, work: Work | None = None) -> None:
+    def post(
+        self,
+        device: int,
+        message: Any,
+        work: Work | None = None,
+        meeting: Meeting | None = None,
+    ) -> None:
         """Send a request to a device; every post is followed by one receive.
 
         Args:
             device: its number.
             message: the request's message.
             work: with a Forward, what it takes to have it done again.
+            meeting: with a Forward or a Backward, where the device meets others: then nothing of
+                it is done again, but reading the answer is an error. Default: nowhere.
         """
         seat = self._seats[device]
         holder: Any = seat.member if device else None
@@ -109,6 +119,8 @@ class Team:
             work.backward = message
             if work.is_split:  # its forward is run with it, from the start
                 holder = None
+        if work is not None and meeting is not None:
+            work.meeting = meeting
         asked = Asked(message, holder, time.perf_counter())
         if isinstance(holder, Member):
             seat.send(asked, work)
@@ -124,10 +136,13 @@ class Team:
 
         Raises:
             HelperDiedError: if the helper has died, and what was asked cannot be done again.
+            DisturbedError: if the device could not do its part, and others wait for it.
         """
         seat = self._seats[device]
         asked = seat.asked[0]
         work = seat.works.get(getattr(asked.message, "piece", 0))
+        if work is not None and work.meeting is not None:
+            return work.meeting.receive(device)
         error: Exception | None = None
         answer: Any = None
         if asked.holder is not None and asked.holder is seat.member:
@@ -147,6 +162,10 @@ class Team:
         if isinstance(answer, messages.Failure) and answer.is_memory and work is not None:
             return self._recovery.without_memory(seat, asked, work, answer)
         return answer
+
+    def meet(self, devices: Sequence[int], capacity: int) -> Meeting:
+        """Begin a meeting of devices; see :meth:`Meetings.begin`."""
+        return self._meetings.begin(devices, [self.devices[i].label for i in devices], capacity)
 
     def smaller(
         self, device: int, work: Work, message: Any, failure: messages.Failure | None
@@ -191,8 +210,13 @@ class Team:
             device: its number.
             piece: that of the call.
             target: where the gradients of the shared tensors go.
+
+        Raises:
+            DisturbedError: if it cannot be run without others.
         """
         work = self._seats[device].works[piece]
+        if work.meeting is not None:
+            raise DisturbedError(device)
         assert work.backward is not None  # noqa: S101 - it has just been
         message = replace(work.backward, target=messages.Span(target.offset, target.num_bytes))
         answer = work.again(message, self._recovery.deputy(self._seats[device]).ask)
@@ -255,6 +279,23 @@ class Team:
         """Whether a helper has so little experience that its times do not tell how fast it is."""
         new = [seat.member for seat in self._seats if seat.num_deaths]
         return any(each is not None and each.num_pieces <= WARM_PIECES for each in new)
+
+    def holds(self, device: int, piece: int) -> bool:
+        """Whether a device's helper is the one that has run the forward of its piece."""
+        seat = self._seats[device]
+        work = seat.works.get(piece)
+        return work is not None and seat.member is not None and work.holder is seat.member
+
+    def summon(self, devices: Iterable[int]) -> bool:
+        """See that devices have helpers now; tells whether they all do."""
+        found = [self._roster.summon(self._seats[device]) for device in devices]
+        return all(found)
+
+    def unload(self) -> None:
+        """Let all be sent the module anew: it is not what they have followed it to."""
+        for seat in self._seats:
+            if seat.member is not None:
+                seat.member.is_loaded = False
 
     def generation(self, device: int) -> int:
         """How many helpers a device has had: what one was told the next does not know."""

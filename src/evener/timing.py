@@ -27,6 +27,7 @@ class Timing:
         num_phases: how many are over.
         kind: of the phase that runs.
         num_faults: how many faults there were before it, for who wants to know.
+        waited_s: seconds that the first device's piece has waited for other devices.
     """
 
     def __init__(self, journal: Journal, call: int, shares: Sequence[int]) -> None:
@@ -42,6 +43,7 @@ class Timing:
         self.lasted_s = 0.0
         self.num_phases = 0
         self.num_faults = 0
+        self.waited_s = 0.0
 
     def begin(self, kind: str, worked: list[tuple[int, float, float]]) -> None:
         """Begin a phase now.
@@ -66,8 +68,9 @@ class Timing:
         """The first device runs its piece; what it did before was to send the others theirs."""
         start_s = time.perf_counter()
         self._stretches.append(Stretch(0, EXCHANGE, self._start_s, start_s))
+        self.waited_s = 0.0
         yield
-        self._piece(0, start_s, time.perf_counter())
+        self._piece(0, start_s, time.perf_counter() - self.waited_s)
 
     def pieces(self) -> None:
         """What helpers have done was to run their pieces."""

@@ -40,6 +40,7 @@ class Work:
         holder: who has run its forward; None if nobody has it any more.
         backward: the message of its last backward.
         num_deaths: how many helpers it may have ended.
+        meeting: where its device meets others; None if it is a device's own affair.
     """
 
     forward: messages.Forward
@@ -51,6 +52,7 @@ class Work:
     holder: Any = None
     backward: messages.Backward | None = None
     num_deaths: int = 0
+    meeting: Any = None
 
     @property
     def is_split(self) -> bool:

@@ -149,7 +149,12 @@ class Trial:
             self.called = evener.DataParallel(self.net, devices, shares=shares)
         else:
             evener.parallelize(
-                self.net, devices, shares=shares, timeout_s=TIMEOUT_S, restarts=restarts
+                self.net,
+                devices,
+                shares=shares,
+                batchnorm="exact",
+                timeout_s=TIMEOUT_S,
+                restarts=restarts,
             )
         self.num_helpers = num - 1
         self._seeds = itertools.count(1000)
