@@ -139,3 +139,29 @@ def test_where_one_sample_fits_nowhere_the_error_says_so_and_the_module_works_on
     assert all(p.grad is None for p in parallel.parameters())
     parallel.most = 100
     assert_right(parallel)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_large_outputs_of_the_first_device_are_written_too(grad: bool) -> None:
+    """They do not fit into a message, so who has run the portions must be told to write them."""
+
+    class Wide(Greedy):
+        def forward(self, x: Tensor) -> Any:
+            y = super().forward(x)
+            return y.repeat(1, 2000), y.mean(0).repeat(5000), evener.Sum(y.sum(0).repeat(5000))
+
+    torch.manual_seed(0)
+    plain = Wide().double()
+    model = copy.deepcopy(plain)
+    evener.parallelize(model, "cpu*2", shares="even", out_dims=(0, None, 0))
+    model.most, model.where = 2, "main"
+    x = torch.randn(16, 3, dtype=torch.float64)
+
+    with torch.set_grad_enabled(grad), pytest.warns(FaultWarning):
+        rows, mean, total = model(x)
+    evener.release(model)
+
+    expected = plain(x)
+    torch.testing.assert_close(rows, expected[0])
+    torch.testing.assert_close(mean, expected[1])
+    torch.testing.assert_close(total, expected[2].total)

@@ -79,7 +79,10 @@ class Outputs:
         self._rows = Cut([int(device in answers) for device in range(len(team.devices))])
         #: Tensors that are joined when the helpers have written their parts.
         self._later: list[tuple[int, Callable[[], Tensor]]] = []
-        writes: dict[int, list[Place | None]] = {device: [] for device in cut.helpers}
+        # The first device's large outputs too, where they were made in portions.
+        writes: dict[int, list[Place | None]] = {
+            device: [] for device, (_, leaves) in answers.items() if any(map(_is_large, leaves))
+        }
         columns = zip(*(leaves for _, leaves in answers.values()), strict=True)
         for i, (dim, parts) in enumerate(zip(self._dims, columns, strict=True)):
             if not isinstance(_form(parts[0]), TensorForm):
