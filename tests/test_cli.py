@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import evener
 from evener import cli
-from evener.textbook import comparison, fashion_mnist
+from evener.textbook import comparison, fashion_mnist, main_job
 from evener.textbook.record import Epoch, Run, Settings, Step
 
 QUICK = ("--width", "1", "--limit", "24", "--batch-size", "12", "--epochs", "2")
@@ -95,6 +95,38 @@ def test_one_device_has_nothing_to_compare_with(call):
     assert result.stdout.count("running on: ") == 1
 
 
+@pytest.mark.parametrize(("is_coupled", "exit_code"), [(False, 0), (True, 1)])
+def test_verify_checks_one_step(call, monkeypatch, is_coupled, exit_code):
+    class Centered(torch.nn.Flatten):
+        def forward(self, pictures):
+            flat = super().forward(pictures)
+            return flat - flat.mean(0) if is_coupled else flat
+
+    def build(settings):
+        return torch.nn.Sequential(Centered(), torch.nn.Linear(784, 10))
+
+    monkeypatch.setattr(main_job, "build", build)
+    result = call("train", *QUICK, "--devices", "cpu*2", "--verify")
+
+    assert result.exit_code == exit_code, result.output
+    assert "cpu:0 (6 samples), cpu:1 (6 samples)" in result.stdout
+    assert ("0 (Centered)" in result.stdout) is is_coupled
+    assert "running on" not in result.stdout
+
+
+def test_verify_names_the_layers_of_the_main_job_itself(call):
+    result = call("train", *QUICK, "--devices", "cpu*2", "--verify")
+
+    assert result.exit_code in (0, 1), result.output
+    assert ("batch norm in training" in result.stdout) is (result.exit_code == 1)
+
+
+def test_verify_needs_a_team(call):
+    assert "there is nothing to verify" in one_line(
+        call("train", *QUICK, "--devices", "cpu:0", "--verify")
+    )
+
+
 @pytest.mark.parametrize("batch_and_lr", [("256", "0.1"), ("512", "0.2")])
 def test_the_runs_of_the_tutorial_can_be_given(call, batch_and_lr):
     batch_size, lr = batch_and_lr
@@ -118,6 +150,7 @@ def test_the_runs_of_the_tutorial_can_be_given(call, batch_and_lr):
         (("--limit", "0"), "limit=0: expected at least 1 image"),
         (("--data", "/nowhere"), "apt install dataset-fashion-mnist"),
         (("--nonsense",), "--nonsense"),
+        (("--verify", "--out", "."), "--verify does not train"),
         (("extra",), "extra"),
     ],
 )

@@ -21,7 +21,8 @@ LEVELS: dict[int, str] = {
     0: "errors shares advice pace trials balance journal timing patience",
     1: (
         "memory lifelines neighbour allocator topology devices arena pickling thread reductions "
-        "trees dims batches piece portions replica versions contents update watch state"
+        "trees dims batches piece portions replica versions contents update watch state "
+        "distance leaves"
     ),
     2: (
         "channel printing exchange exchange.host exchange.gather messages batchnorm compiling "
@@ -32,7 +33,8 @@ LEVELS: dict[int, str] = {
         "parallelize table chart report parallel_functions.places parallel_functions.parts "
         "parallel_functions.replicas parallel_functions.threads parallel_functions dropin "
         "gluon.initializer gluon.split gluon.situation gluon.pending gluon.round gluon.explicit "
-        "gluon.network gluon.parameter gluon.trainer gluon evener"
+        "gluon.network gluon.parameter gluon.trainer gluon still step differences dependence "
+        "causes verification experiment verify evener"
     ),
     6: (
         "textbook textbook.resnet textbook.download textbook.fashion_mnist textbook.record "

@@ -7,6 +7,8 @@ from evener.errors import EvenerError
 from evener.parallelize import parallelize, release
 from evener.reductions import Mean, Sum
 from evener.report import Report, report
+from evener.verification import Verification
+from evener.verify import verify
 
 __all__ = [
     "DataParallel",
@@ -15,9 +17,11 @@ __all__ = [
     "Mean",
     "Report",
     "Sum",
+    "Verification",
     "devices",
     "gluon",
     "parallelize",
     "release",
     "report",
+    "verify",
 ]

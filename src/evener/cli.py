@@ -3,9 +3,10 @@
 It reads options, shows progress and results, and decides nothing else. What a command needs is
 imported inside of it, so that ``evener --help`` does not wait for it.
 
-Exit codes: 0; 2 for an option or a machine that will not do, with one line on stderr that says
-why; 130 after Ctrl-C. A traceback means a fault in evener, or in PyTorch. ``evener run`` ends as
-the program ends that it runs.
+Exit codes: 0; 1 if ``train --verify`` finds what neither rounding nor random numbers explain; 2
+for an option or a machine that will not do, with one line on stderr that says why; 130 after
+Ctrl-C. A traceback means a fault in evener, or in PyTorch. ``evener run`` ends as the program ends
+that it runs.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from evener.errors import EvenerError
 from evener.textbook.record import Settings
 
 if TYPE_CHECKING:
+    from evener.devices import Device
+    from evener.textbook.fashion_mnist import FashionMNIST
     from evener.textbook.record import Run
 
 INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
@@ -115,12 +118,20 @@ def train(
     compare: Annotated[
         bool, typer.Option(help="Train on the first device alone before all together.")
     ] = True,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify", help="Do not train: check one step on all devices against one device."
+        ),
+    ] = False,
     out: Annotated[
         Path | None, typer.Option(help="Folder for report.json and loss.png.", metavar="DIR")
     ] = None,
 ) -> None:
     """Train ResNet-18 on Fashion-MNIST: on the first device, then on all, and compare."""
     settings = Settings(epochs, batch_size, lr, momentum, width, init, seed)
+    if verify and out is not None:
+        raise typer.BadParameter("--verify does not train: leave it out", param_hint="--out")
     if out is not None:
         _check_out(out)
 
@@ -142,6 +153,8 @@ def train(
         f" and {len(loaded.test)} test images; batch {batch_size}, lr {lr}, momentum {momentum}",
         soft_wrap=True,
     )
+    if verify:
+        raise typer.Exit(_verify(found, loaded, settings))
     runs: list[Run] = []
     if compare and len(found) == 1:
         console.print("one device: there is nothing to compare it with")
@@ -257,6 +270,26 @@ def list_devices(
         cores = ", ".join(map(str, device.cores)) or "-"
         table.add_row(device.label, cores, f"{device.memory_bytes / 2**30:.1f} GiB", device.name)
     Console(highlight=False, markup=False).print(table)
+
+
+def _verify(found: list[Device], data: FashionMNIST, settings: Settings) -> int:
+    """Check the first step of the main job; print a table, and give the exit code."""
+    import torch  # noqa: PLC0415
+
+    import evener  # noqa: PLC0415
+    from evener.textbook import main_job  # noqa: PLC0415
+
+    shuffler = torch.Generator().manual_seed(settings.seed)
+    home = torch.device("cpu")
+    pictures, labels = next(main_job.batches(data.train, settings.batch_size, home, shuffler))
+    criterion = torch.nn.CrossEntropyLoss()
+    result = evener.verify(
+        main_job.build(settings),
+        pictures,
+        loss=lambda outputs: criterion(outputs, labels),
+        devices=found,
+    )
+    return 0 if result else 1
 
 
 def _version() -> str | None:

@@ -43,6 +43,8 @@ class _State:
     ) -> None:
         self.plain = plain
         self.way = way
+        #: For :func:`evener.verify`: what parallelize was given.
+        self.options: dict[str, Any] = {}
         #: For :func:`evener.report`.
         self.devices = list(devices)
         self.journal = Journal(len(devices)) if way is None else way.journal
@@ -117,6 +119,7 @@ def parallelize(
         >>> release(model)
         Linear(in_features=2, out_features=1, bias=True)
     """
+    options = {name: value for name, value in locals().items() if name != "module"}
     if os.environ.get(HELPER_VARIABLE) == str(os.getpid()):
         raise ModuleError(
             "parallelize was called in a helper: a file that the module's class is imported from "
@@ -151,6 +154,7 @@ def parallelize(
         way = DataWay(found, policies, timeout_s, restarts, dims, is_exact=is_exact)
     plain = type(module)
     state = _State(plain, way, found)
+    state.options = options
     if way is not None:
         state.own_forward = vars(module).pop("forward", None)
         state.finalizer = weakref.finalize(module, way.stop)
