@@ -51,6 +51,7 @@ def test_a_module_in_float64_is_measured_by_float32() -> None:
     one = ONE.double()
 
     assert verdict(one, one + 1e-15, one.float() + 1e-7) == "rounding"
+    assert verdict(one, one + 1e-14, one.float(), one.float()) == "rounding"
     assert verdict(one, one + 1e-12, one.float() + 1e-7) == "different"
     assert verdict(one, one + 1e-12, one.float() + 1e-7, one.float() + 1e-3) == "rounding"
     assert verdict(one, one + 1e-9, one.float() + 1e-7, one.float() + 2e-7) == "different"

@@ -10,7 +10,8 @@ Which differences are rounding is measured, not guessed. Rounding has two marks;
   that is real stays. The limit is between both, at the geometric mean.
 
 A difference that is none of them comes from somewhere else. Where the module refuses the other
-precision, what is below ``1000 eps`` of a tensor's largest value counts as rounding.
+precision, and in float64, of which float32 tells little, what is below ``1000 eps`` of a tensor's
+largest value counts as rounding, too.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from evener.step import KINDS, Named
 EQUAL, ROUNDING, RANDOM, DIFFERENT = "equal", "rounding", "random", "different"
 #: So much larger than one device's own rounding error a difference may be.
 FACTOR = 8.0
-#: So many roundings it may be where one device's own error could not be measured.
+#: So many roundings it may be where one device's own error could not be measured, or not well.
 NUM_ROUNDINGS = 1000.0
 #: A sum of few terms may round well by chance: one device's error counts for as much at least.
 LEAST_ROUNDINGS = 2.0
@@ -124,9 +125,8 @@ def _is_rounding(
     eps = _eps(a)
     if not math.isfinite(apart):
         return False
-    if own is None:
-        return apart <= NUM_ROUNDINGS * eps * scale
-    if eps and apart <= FACTOR * max(own, LEAST_ROUNDINGS * eps * scale):
+    few = NUM_ROUNDINGS if own is None or eps == _EPS_64 else FACTOR * LEAST_ROUNDINGS
+    if eps and apart <= max(few * eps * scale, FACTOR * (own or 0.0)):
         return True
     if again is None or not eps:  # whole numbers: argmax of two that were nearly equal
         return again == 0
