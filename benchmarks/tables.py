@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,11 @@ def markdown(rows: Rows) -> str:
 
 def bullets(lines: Iterable[str]) -> str:
     return "\n".join(f"- {line}" for line in lines)
+
+
+def section(title: str, facts: Mapping[str, object]) -> str:
+    """A heading, and a line for each fact."""
+    return f"## {title}\n\n" + bullets(f"{name}: {fact}" for name, fact in facts.items())
 
 
 def write(

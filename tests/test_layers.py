@@ -25,10 +25,14 @@ LEVELS: dict[int, str] = {
         "distance leaves"
     ),
     2: (
-        "channel printing exchange exchange.host exchange.gather messages batchnorm compiling "
-        "helper process deputy faults launch member work seat roster recovery meeting team mirror"
+        "channel printing exchange exchange.host exchange.gather failure messages batchnorm "
+        "compiling helper process deputy faults launch member work seat roster recovery meeting "
+        "team mirror"
     ),
-    3: "outputs gradients run assignment policies call coupled together alone data_parallel",
+    3: (
+        "outputs gradients run assignment policies call joined coupled together alone "
+        "data_parallel"
+    ),
     5: (
         "parallelize table chart report parallel_functions.places parallel_functions.parts "
         "parallel_functions.replicas parallel_functions.threads parallel_functions dropin "
@@ -45,7 +49,7 @@ LEVELS: dict[int, str] = {
 ORDER = [(level, name) for level, names in LEVELS.items() for name in names.split()]
 PLACE = {name: place for place, (_, name) in enumerate(ORDER)}
 
-MAX_LINES = 345
+MAX_LINES = 320
 
 
 def name_of(path: Path) -> str:

@@ -17,6 +17,7 @@ import torch
 from evener import messages
 from evener.arena import Place
 from evener.batches import TensorForm
+from evener.failure import Failure
 from evener.messages import Input, Output, Span, picklable, unpicklable
 from evener.piece import Settings
 from evener.watch import Update
@@ -71,7 +72,7 @@ def test_there_is_an_example_of_each_message() -> None:
     classes = {
         value
         for value in vars(messages).values()
-        if inspect.isclass(value) and value.__module__ == messages.__name__
+        if inspect.isclass(value) and value.__module__ in (messages.__name__, Failure.__module__)
     }
 
     assert {*map(type, EXAMPLES), Span, Input, Output} == classes

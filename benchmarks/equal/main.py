@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import environment
 import evener
-from tables import bullets, markdown, write
+from tables import markdown, section, write
 from workloads import WORKLOADS, cross_entropy, make_batches, make_model
 
 NAMES = {
@@ -74,9 +74,7 @@ def main() -> None:
         "",
         markdown([HEADING, *rows]),
         "",
-        "## Environment",
-        "",
-        bullets(f"{key}: {value}" for key, value in described.items()),
+        section("Environment", described),
         "",
     ]
     text = "\n".join(lines)

@@ -13,7 +13,17 @@ from targets import PAIRS, REFERENCE
 
 from harness import Spread
 from start import CONTENDERS
-from tables import Rows, Verdict, bullets, markdown, rich_table, verdict_rows, verdicts_json, write
+from tables import (
+    Rows,
+    Verdict,
+    bullets,
+    markdown,
+    rich_table,
+    section,
+    verdict_rows,
+    verdicts_json,
+    write,
+)
 
 TITLE = "Speed against one core, and the time of a step in the explicit form"
 
@@ -75,8 +85,8 @@ class Results:
             parts += ["Targets:", markdown(verdict_rows(self.verdicts()))]
         parts += [bullets(f"Warning: {warning}" for warning in self.warnings())]
         parts += [bullets(f"Failed: {failure.splitlines()[0]}" for failure in self.failures)]
-        parts += ["## Environment", bullets(f"{k}: {v}" for k, v in self.environment.items())]
-        parts += ["## To Reproduce", bullets(f"{k}: {v}" for k, v in self.settings.items())]
+        parts += [section("Environment", self.environment)]
+        parts += [section("To Reproduce", self.settings)]
         return "\n\n".join(part for part in parts if part) + "\n"
 
 

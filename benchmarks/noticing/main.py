@@ -19,7 +19,7 @@ from evener.replica import shared_tensors
 from evener.textbook.resnet import ResNet18
 from evener.versions import is_counted
 from evener.watch import Watch
-from tables import bullets, write
+from tables import section, write
 
 NUM_ROUNDS = 100
 
@@ -110,9 +110,7 @@ def main() -> None:
         "| --- | --- | --- | --- | --- | --- | --- |",
         *rows,
         "",
-        "## Environment",
-        "",
-        bullets(f"{key}: {value}" for key, value in described.items()),
+        section("Environment", described),
         "",
     ]
     text = "\n".join(lines)

@@ -11,7 +11,7 @@ from lost import PARTS, LostResult
 from rich.console import Console
 
 from harness import Spread
-from tables import Rows, bullets, markdown, rich_table, write
+from tables import Rows, bullets, markdown, rich_table, section, write
 
 TITLE = "Seconds lost by one death"
 PARTS_TITLE = "Where they went"
@@ -69,8 +69,8 @@ class Results:
             ]
         parts += [bullets(f"Warning: {warning}" for warning in self.warnings())]
         parts += [bullets(f"Failed: {failure.splitlines()[0]}" for failure in self.failures)]
-        parts += ["## Environment", bullets(f"{k}: {v}" for k, v in self.environment.items())]
-        parts += ["## To Reproduce", bullets(f"{k}: {v}" for k, v in self.settings.items())]
+        parts += [section("Environment", self.environment)]
+        parts += [section("To Reproduce", self.settings)]
         return "\n\n".join(part for part in parts if part) + "\n"
 
 

@@ -11,7 +11,17 @@ from rich.console import Console
 from slowed import AUTO, FAST, SLOW, TITLES, SlowedResult
 
 from harness import Spread
-from tables import Rows, Verdict, bullets, markdown, rich_table, verdict_rows, verdicts_json, write
+from tables import (
+    Rows,
+    Verdict,
+    bullets,
+    markdown,
+    rich_table,
+    section,
+    verdict_rows,
+    verdicts_json,
+    write,
+)
 
 TITLE = "Speed against the fast core alone"
 
@@ -77,8 +87,8 @@ class Results:
             parts += ["Targets:", markdown(verdict_rows(self.verdicts()))]
         parts += [bullets(f"Warning: {warning}" for warning in self.warnings())]
         parts += [bullets(f"Failed: {failure.splitlines()[0]}" for failure in self.failures)]
-        parts += ["## Environment", bullets(f"{k}: {v}" for k, v in self.environment.items())]
-        parts += ["## To Reproduce", bullets(f"{k}: {v}" for k, v in self.settings.items())]
+        parts += [section("Environment", self.environment)]
+        parts += [section("To Reproduce", self.settings)]
         return "\n\n".join(part for part in parts if part) + "\n"
 
 

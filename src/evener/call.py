@@ -14,24 +14,24 @@ of the devices, is raised: the helpers are then ready for the next call.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from evener import messages
 from evener.arena import Region, put
 from evener.assignment import Assignment
 from evener.batches import Batch, Cut
-from evener.errors import GatherBrokenError, HelperDiedError
+from evener.errors import HelperDiedError
+from evener.failure import first_of
 from evener.gradients import InputGradient, SharedGradients, own_gradients
 from evener.journal import BACKWARD, FORWARD, INFERENCE
 from evener.memory import is_memory_error
 from evener.outputs import Outputs
 from evener.piece import Piece, Settings, current_flags
 from evener.portions import cut_gradients
-from evener.run import Run
+from evener.run import Run, labelled
 from evener.team import Team
 from evener.timing import Timing
 from evener.trees import Structure
@@ -136,7 +136,7 @@ class Call:
         if not idle and cut.lead == 0:
             run.mirror.accept()  # else the next call tells those who did not run what changed
         if errors:
-            raise _first(errors)
+            raise first_of(errors)
         if cut.lead != 0 or self._is_delegated:
             run.mirror.take_buffers(self._module)
         with timing.joining():
@@ -246,7 +246,7 @@ class Call:
         timing.pieces()
         try:
             if errors:
-                raise _first(errors)
+                raise first_of(errors)
             with timing.joining():
                 sums = shared.add_up(self._wanted, own[len(inputs) :], answers)
                 reached = {device: answer.inputs for device, answer in answers.items()}
@@ -302,25 +302,10 @@ class Call:
             )
 
 
-def _first(errors: Sequence[BaseException]) -> BaseException:
-    """The first error, in the order of the devices, that is not the consequence of another."""
-    for error in errors:
-        if isinstance(error, GatherBrokenError):  # nobody sees it; its frames would hold the graph
-            error.__traceback__ = error.__context__ = None
-    return next((e for e in errors if not isinstance(e, GatherBrokenError)), errors[0])
-
-
 def _checked(team: Team, device: int, answer: Any) -> Any:
     if isinstance(answer, messages.Failure):
         raise team.error_of(device, answer)
     return answer
-
-
-def labelled(name: str) -> AbstractContextManager[Any]:
-    """Show a part of the work in the user's profile, if there is one."""
-    if torch._C._autograd._profiler_enabled():
-        return torch.profiler.record_function(name)
-    return nullcontext()
 
 
 @contextmanager

@@ -34,12 +34,12 @@ from evener.advice import Advice
 from evener.alone import run_alone, settled
 from evener.batches import Batch, Cut
 from evener.batchnorm import uses_statistics
-from evener.call import Call, labelled
+from evener.call import Call
 from evener.coupled import CoupledCall
 from evener.devices import Device
 from evener.dims import Dims
-from evener.errors import EvenerError
 from evener.faults import Faults
+from evener.joined import Joined
 from evener.journal import Journal
 from evener.piece import (
     Settings,
@@ -49,7 +49,7 @@ from evener.piece import (
     seed_of_piece,
 )
 from evener.policies import Policies, Policy
-from evener.run import Run
+from evener.run import Run, labelled
 from evener.shares import Choice
 from evener.team import Team
 from evener.thread import Mark, on_cores, restored, seeded
@@ -190,7 +190,7 @@ class DataWay:
             grad = grad and bool(call.inputs or call.trainable)
             settings = Settings.current()._replace(grad=grad)
             if settings.grad:
-                tensors = _Joined.apply(  # type: ignore[no-untyped-call]
+                tensors = Joined.apply(  # type: ignore[no-untyped-call]
                     self, call, settings, *call.inputs, *call.trainable
                 )
             else:
@@ -306,31 +306,3 @@ class DataWay:
             seed, num_calls = torch.initial_seed(), 0
         self._seed = (seed, num_calls + 1)
         return partial(seed_of_piece, seed, num_calls)
-
-
-class _Joined(torch.autograd.Function):
-    """Joins the main process's graph with those of the devices."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, way: DataWay, call: Call | Together, settings: Settings, *_inputs: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.way, ctx.call = way, call
-        ctx.set_materialize_grads(False)
-        with labelled("evener: forward"):
-            call.forward(settings)
-        tensors, forms = call.outputs.tensors, call.outputs.forms
-        call.outputs.tensors = []  # they are the user's now; to hold them would keep their memory
-        pairs = zip(tensors, forms, strict=True)
-        ctx.mark_non_differentiable(*(t for t, form in pairs if not form.differentiable))
-        return tuple(tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise EvenerError(
-                "create_graph=True through a parallel module is not possible: its devices' graphs "
-                "are in several processes; evener.release(module) for second derivatives"
-            )
-        keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-        return (None, None, None, *ctx.way.backward(ctx.call, gradients, keep_graph=keep_graph))

@@ -24,7 +24,6 @@ reply, a :class:`Failure` if the user's module raised::
 from __future__ import annotations
 
 import pickle
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -32,15 +31,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from evener import failure
 from evener.arena import Place
 from evener.batches import TensorForm, is_joinable
-from evener.errors import HelperRaisedError, RemoteTraceback
 from evener.exchange.gather import Room
-from evener.memory import is_memory_error
 from evener.pickling import dumps
 from evener.piece import Settings
 from evener.portions import Split
 from evener.update import Update
+
+Failure = failure.Failure
 
 #: Outputs up to this size travel in the message; it saves a round trip, which costs about as much.
 INLINE_BYTES = 1 << 16
@@ -228,48 +228,6 @@ class Gradients:
     present: list[bool]
     inputs: list[bool]
     others: dict[int, bytes] = field(default_factory=dict)
-
-
-@dataclass
-class Failure:
-    """The user's module raised an exception, or the helper itself did.
-
-    Attributes:
-        exception: its bytes; None if it cannot be sent.
-        summary: its type and message as text.
-        traceback: the helper's traceback as text.
-        is_memory: whether the device had no memory left.
-    """
-
-    exception: bytes | None
-    summary: str
-    traceback: str
-    is_memory: bool = False
-
-    @classmethod
-    def of(cls, error: BaseException) -> Failure:
-        """The failure that an exception is."""
-        summary = "".join(traceback.format_exception_only(error)).strip()
-        text = "".join(traceback.format_exception(error))
-        try:
-            data = dumps(error)
-            pickle.loads(data)  # noqa: S301 - some exceptions can be sent and not be put together
-        except Exception:  # noqa: BLE001 - whatever a user's exception does
-            data = None
-        return cls(data, summary, text, is_memory_error(error))
-
-    def error(self, label: str) -> BaseException:
-        """The exception, with its traceback as its cause.
-
-        Args:
-            label: that of the device.
-        """
-        if self.exception is None:
-            error: BaseException = HelperRaisedError(f"on {label}: {self.summary}")
-        else:
-            error = pickle.loads(self.exception)  # noqa: S301 - from a process of our own team
-        error.__cause__ = RemoteTraceback(label, self.traceback)
-        return error
 
 
 class Request(NamedTuple):

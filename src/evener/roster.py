@@ -15,6 +15,7 @@ import select
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 from evener.arena import Arena
 from evener.channel import ChannelClosedError, ChannelTimeoutError
@@ -141,6 +142,36 @@ class Roster:
             if member is not None:
                 member.is_extra = seat.num_deaths > self._faults.restarts
         return seat.member is not None
+
+    def settle(self, seat: Seat) -> list[Any]:
+        """Receive what an interrupted call has left unanswered in a seat; gives the answers."""
+        answers = []
+        channel = None if seat.member is None else seat.member.channel
+        if channel is not None and (channel.broken or channel.torn):
+            self.dismiss(seat)  # a message was interrupted halfway
+        while seat.asked:
+            asked = seat.asked[0]
+            if seat.member is None or asked.holder is not seat.member:
+                seat.asked.popleft()
+                continue
+            try:
+                answers.append(seat.hear(asked, None))
+            except LOST as error:
+                since_s = time.perf_counter()
+                self.note(seat, "idle", self.bury(seat, error), since_s)
+        return answers
+
+    def who_is_there(self) -> list[Member]:
+        """The helpers that have started, and do not know the module yet."""
+        coming = [seat.coming for seat in self.seats if seat.coming is not None]
+        return [member for member in coming if member.stage == "there"]
+
+    def rehearse(self, members: Sequence[Member], message: Any) -> None:
+        """Let helpers import what the module needs, which may take seconds, while others work."""
+        for member in members:
+            member.stage = "rehearsing"
+            with suppress(*LOST):  # seen at the next call
+                member.send(message)
 
     def note(
         self, seat: Seat, phase: str, cause: Cause, since_s: float, action: str = NOTHING_LOST

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
+import torch
 from torch import nn
 
 from evener import messages
@@ -50,3 +53,10 @@ class Run:
         """
         if answer.structure is not None:
             self.received[device] = structure_from_bytes(answer.structure)
+
+
+def labelled(name: str) -> AbstractContextManager[Any]:
+    """Show a part of the work in the user's profile, if there is one."""
+    if torch._C._autograd._profiler_enabled():
+        return torch.profiler.record_function(name)
+    return nullcontext()

@@ -23,7 +23,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -229,23 +228,8 @@ class Team:
         Returns:
             (device, answer) for each.
         """
-        answers = []
-        for seat in self._seats[1:]:
-            channel = None if seat.member is None else seat.member.channel
-            if channel is not None and (channel.broken or channel.torn):
-                self._roster.dismiss(seat)  # a message was interrupted halfway
-            while seat.asked:
-                asked = seat.asked[0]
-                if seat.member is None or asked.holder is not seat.member:
-                    seat.asked.popleft()
-                    continue
-                try:
-                    answers.append((seat.number, seat.hear(asked, None)))
-                except LOST as error:
-                    since_s = time.perf_counter()
-                    cause = self._roster.bury(seat, error)
-                    self._roster.note(seat, "idle", cause, since_s)
-        return answers
+        seats = self._seats[1:]
+        return [(seat.number, each) for seat in seats for each in self._roster.settle(seat)]
 
     def keep(self, device: int, piece: int, region: Region) -> None:
         """Keep the region of a piece's inputs until nobody reads them any more."""
@@ -288,8 +272,7 @@ class Team:
 
     def summon(self, devices: Iterable[int]) -> bool:
         """See that devices have helpers now; tells whether they all do."""
-        found = [self._roster.summon(self._seats[device]) for device in devices]
-        return all(found)
+        return all([self._roster.summon(self._seats[device]) for device in devices])  # noqa: C419 - each of them
 
     def unload(self) -> None:
         """Let all be sent the module anew: it is not what they have followed it to."""
@@ -317,16 +300,11 @@ class Team:
         """
         seated = [(seat.number, seat.member) for seat in self._seats if seat.member is not None]
         to_load = [(i, each) for i, each in seated if everybody or not each.is_loaded]
-        coming = [seat.coming for seat in self._seats if seat.coming is not None]
-        to_rehearse = [each for each in coming if each.stage == "there"]
+        to_rehearse = self._roster.who_is_there()
         if not to_load and not to_rehearse:
             return
         message = load()
-        for each in to_rehearse:
-            # It imports what the module needs, which may take seconds, while others work.
-            each.stage = "rehearsing"
-            with suppress(*LOST):  # seen at the next call
-                each.send(message)
+        self._roster.rehearse(to_rehearse, message)
         for device, _ in to_load:
             self.post(device, message)
         self.collect(device for device, _ in to_load)
