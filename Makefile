@@ -6,13 +6,14 @@
 #   make bench-gluon     evener's explicit style against its one line (some minutes)
 #   make bench-unequal   the same with a second core that is slowed (half an hour)
 #   make bench-recovery  what one death costs, against a restart from a checkpoint (half an hour)
+#   make bench-reproducible  the same bits on any devices with a grid, and what that costs (ten minutes)
 #   make soak    training while helpers are killed, stopped and short of memory at random (MINUTES=30)
 PYTHON ?= python3
 VENV   ?= .venv
 MINUTES ?= 30
 BIN    := $(VENV)/bin
 
-.PHONY: train test check bench bench-gluon bench-unequal bench-recovery soak clean
+.PHONY: train test check bench bench-gluon bench-unequal bench-recovery bench-reproducible soak clean
 
 # The stamp is renewed when what it installs changes.
 $(VENV)/.dev: pyproject.toml requirements-dev.txt
@@ -50,6 +51,9 @@ bench-unequal: $(VENV)/.bench
 
 bench-recovery: $(VENV)/.bench
 	$(BIN)/python benchmarks/recovery/main.py $(ARGS)
+
+bench-reproducible: $(VENV)/.bench
+	$(BIN)/python benchmarks/reproducible/main.py $(ARGS)
 
 soak: $(VENV)/.dev
 	$(BIN)/python tests/faults/soak.py --minutes $(MINUTES) $(ARGS)

@@ -140,6 +140,8 @@ CONTENDERS: dict[str, Callable[[nn.Module, Optimizer, Place], Setup]] = {
     "evener": evener,
     "evener_even": partial(evener, shares="even"),
     "evener_auto": partial(evener, shares="auto"),
+    "evener_grid4": partial(evener, grid=4),
+    "evener_grid16": partial(evener, grid=16),
     "gluon_even": partial(gluon, measured=False),
     "gluon_auto": partial(gluon, measured=True),
 }

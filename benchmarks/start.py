@@ -19,6 +19,8 @@ CONTENDERS = {
     "evener": "evener",
     "evener_even": "evener even",
     "evener_auto": "evener auto",
+    "evener_grid4": "evener, grid of 4",
+    "evener_grid16": "evener, grid of 16",
     "gluon_even": "gluon even",
     "gluon_auto": "gluon auto",
 }

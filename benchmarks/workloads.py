@@ -2,7 +2,8 @@
 
 They are chosen to be hard in different ways: `smallmlp` has almost nothing to share out, `mlp`
 has many weights for little work, `resnet` has convolutions and batch norm, `lstm` a long chain
-of small steps and a large output, `encoder` is the friendly case.
+of small steps and a large output, `encoder` is the friendly case. (`dropout` is that one with
+dropout, for who compares bits and not contenders.)
 
 Inputs are noise and labels are random: speed does not depend on what is learned. There are
 several distinct batches, so that no contender profits from data that stays in its cache.
@@ -10,6 +11,7 @@ several distinct batches, so that no contender profits from data that stays in i
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -68,15 +70,15 @@ class LanguageModel(nn.Module):
 class Encoder(nn.Module):
     """A transformer encoder: tokens `(batch, steps)` to `(batch, num_tokens)`.
 
-    Without dropout: its random numbers would differ with the number of processes, and then the
-    contenders' losses could not be compared.
+    As a rule without dropout: its random numbers would differ with the number of processes, and
+    then the contenders' losses could not be compared.
     """
 
-    def __init__(self, num_tokens: int, width: int, num_layers: int) -> None:
+    def __init__(self, num_tokens: int, width: int, num_layers: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.embedding = nn.Embedding(num_tokens, width)
         layer = nn.TransformerEncoderLayer(
-            width, nhead=4, dim_feedforward=4 * width, dropout=0.0, batch_first=True
+            width, nhead=4, dim_feedforward=4 * width, dropout=dropout, batch_first=True
         )
         # Nested tensors speed up padded inference only, and warn when they cannot be used.
         self.encoder = nn.TransformerEncoder(layer, num_layers, enable_nested_tensor=False)
@@ -121,6 +123,15 @@ def make_model(workload: Workload) -> nn.Module:
     """The model with the same initial weights in every process."""
     torch.manual_seed(SEED)
     return workload.make_model()
+
+
+def digest(model: nn.Module) -> str:
+    """Tells two trained models apart if they differ in one bit of a parameter or buffer."""
+    found = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        found.update(name.encode())
+        found.update(tensor.detach().contiguous().numpy().tobytes())
+    return found.hexdigest()
 
 
 def _resnet() -> nn.Module:
@@ -171,6 +182,11 @@ WORKLOADS = {
     ),
     "encoder": Workload(
         make_model=lambda: Encoder(1000, 128, num_layers=4),
+        make_batch=_tokens(64, 32, num_tokens=1000, target_shape=(64,)),
+        lr=0.01,
+    ),
+    "dropout": Workload(
+        make_model=lambda: Encoder(1000, 128, num_layers=4, dropout=0.1),
         make_batch=_tokens(64, 32, num_tokens=1000, target_shape=(64,)),
         lr=0.01,
     ),

@@ -18,11 +18,11 @@ TESTS = Path(__file__).parent
 #: Each level imports from those below it; within a level, from the left. ``evener`` is
 #: ``__init__.py``: what a user imports, and so do the command line and the textbook.
 LEVELS: dict[int, str] = {
-    0: "errors shares advice pace trials balance journal timing patience",
+    0: "errors shares grid advice pace trials balance journal timing patience",
     1: (
         "memory lifelines neighbour allocator topology devices arena pickling thread reductions "
-        "trees dims batches piece portions replica versions contents update watch state "
-        "distance leaves"
+        "trees dims batches piece portions replica versions contents strides keeper cells slots "
+        "collector update watch state distance leaves"
     ),
     2: (
         "channel printing exchange exchange.host exchange.gather failure messages batchnorm "
@@ -31,7 +31,7 @@ LEVELS: dict[int, str] = {
     ),
     3: (
         "outputs gradients run assignment policies call joined coupled together alone "
-        "data_parallel"
+        "data_parallel grid_call grid_way"
     ),
     5: (
         "parallelize table chart report parallel_functions.places parallel_functions.parts "

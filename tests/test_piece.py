@@ -90,6 +90,7 @@ FLAGS: dict[str, Callable[[], Any]] = {
     "no flash attention": lambda: torch.backends.cuda.enable_flash_sdp(False),
     "no memory-efficient attention": lambda: torch.backends.cuda.enable_mem_efficient_sdp(False),
     "no plain attention": lambda: torch.backends.cuda.enable_math_sdp(False),
+    "denormal numbers are zero": lambda: torch.set_flush_denormal(True),
     "checks of sparse tensors": torch.sparse.check_sparse_tensor_invariants.enable,
 }
 

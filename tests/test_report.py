@@ -330,6 +330,7 @@ def test_the_json(journal):
         "own_samples_per_s": 3.0,
         "now_samples_per_s": 1.0,
         "reached": 1 / 3,
+        "grid": None,
         "num_calls": 4,
         "lasted_s": 16.0,
         "devices": told["devices"],

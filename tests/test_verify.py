@@ -259,6 +259,19 @@ def test_batch_norm_with_statistics_of_each_share_is_named() -> None:
     assert "1 (BatchNorm1d): batch norm in training" in str(found)
 
 
+def test_a_module_with_a_grid_on_a_team_and_on_one_device() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 5))
+    evener.parallelize(model, "cpu*2", grid=2)
+    for options in ({}, {"devices": "cpu:0"}):
+        found = evener.verify(model, X, **options)
+        assert "in 2 cells, from" in str(found)
+        assert [(cause.kind, cause.where) for cause in found.causes] == [("dependent", ("1",))]
+        assert "of each cell of the grid" in str(found)
+        assert "nothing was shared" not in str(found)
+    assert evener.verify(model.eval(), X)
+    evener.release(model)
+
+
 def test_exact_batch_norm_is_equal_and_not_blamed_for_others() -> None:
     fine = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 5))
     wrong = nn.Sequential(*fine, Center())

@@ -14,7 +14,6 @@ latest checkpoint ends. What happens, and when, is written to a file, one line o
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import signal
@@ -28,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from contenders import Training
 
@@ -107,6 +106,7 @@ def _train_evener(training: Training, task: dict[str, Any], log: Log) -> None:
     """Trains in one process; a helper is the one that is ended."""
     import evener  # noqa: PLC0415 (the peers run without it)
     from evener.pickling import STATE_NAME  # noqa: PLC0415
+    from workloads import digest  # noqa: PLC0415 (late, see `main`)
 
     model = training.plain
 
@@ -132,6 +132,8 @@ def _train_ranks(training: Training, task: dict[str, Any], log: Log, rank: int) 
     """Trains in one of several processes, the last of which is the one that is ended, once."""
     import torch  # noqa: PLC0415 (late, see `main`)
 
+    from workloads import digest  # noqa: PLC0415
+
     is_mortal = rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     fatal = task["fatal"] if is_mortal else None
     killer = Killer(training.setup.backward, os.getpid, fatal, log)
@@ -155,15 +157,6 @@ def _train_ranks(training: Training, task: dict[str, Any], log: Log, rank: int) 
             unfinished.replace(checkpoint)  # whole or not at all
         log.write("step", full=True)
     log.write("end", digest=digest(model), faults=[])
-
-
-def digest(model: nn.Module) -> str:
-    """Tells two trained models apart if they differ in one bit of a parameter or buffer."""
-    found = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
-        found.update(name.encode())
-        found.update(tensor.detach().contiguous().numpy().tobytes())
-    return found.hexdigest()
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from evener import messages
 from evener.arena import put
 from evener.batches import Batch, Cut
+from evener.cells import Strip
 from evener.contents import count_of_changes
 from evener.errors import HelperDiedError
 from evener.piece import Settings
@@ -30,6 +31,7 @@ class Assignment:
         batch: the inputs.
         cut: who has which part of them.
         seeds: a seed for each device that works.
+        strips: the cells of each device that works. Default: the batch has no grid.
 
     Attributes:
         number: that of the pieces.
@@ -37,16 +39,24 @@ class Assignment:
     """
 
     def __init__(
-        self, run: Run, module: nn.Module, batch: Batch, cut: Cut, seeds: Mapping[int, int]
+        self,
+        run: Run,
+        module: nn.Module,
+        batch: Batch,
+        cut: Cut,
+        seeds: Mapping[int, int],
+        *,
+        strips: Mapping[int, Strip] | None = None,
     ) -> None:
         self._run = run
         self._module = module
         self._batch = batch
         self._cut = cut
         self._seeds = seeds
+        self._strips = strips or {}
         run.num_calls += 1
         self.number = run.num_calls
-        self.update = run.mirror.refresh(module, everything=cut.lead != 0)
+        self.update = run.mirror.refresh(module, everything=cut.lead != 0 or bool(strips))
         self._layout = run.mirror.layout
         self._state = run.mirror.state
         self._versions = [tensor._version for tensor in run.mirror.shared]
@@ -108,6 +118,7 @@ class Assignment:
             settings=settings,
             lead=device == self._cut.lead,
             split=split if split.most < share else None,
+            strip=self._strips.get(device),
         )
         renew = partial(self._renew, tensors, list(map(region.tensor, places)))
         return Work(forward, batch.structure, split, self._load, renew)

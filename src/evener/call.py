@@ -13,8 +13,7 @@ of the devices, is raised: the helpers are then ready for the next call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ from evener.arena import Region, put
 from evener.assignment import Assignment
 from evener.batches import Batch, Cut
 from evener.errors import HelperDiedError
-from evener.failure import first_of
+from evener.failure import collected, first_of
 from evener.gradients import InputGradient, SharedGradients, own_gradients
 from evener.journal import BACKWARD, FORWARD, INFERENCE
 from evener.memory import is_memory_error
@@ -80,7 +79,7 @@ class Call:
         self._batch = batch
         self._cut = cut
         self._seeds = seeds
-        self._assignment = Assignment(run, module, batch, cut, seeds)
+        self._assignment = self._assign()
         self._number = self._assignment.number
         self._wanted = [i for i, tensor in enumerate(run.mirror.shared) if tensor.requires_grad]
         self.trainable = [run.mirror.shared[i] for i in self._wanted]
@@ -89,6 +88,9 @@ class Call:
         self._input_dims = [batch.cut_dims[i] for i in wanted]
         self._own: Piece | None = None
         self._is_delegated = False  # whether the first device's piece is not run by this object
+
+    def _assign(self) -> Assignment:
+        return Assignment(self.run, self._module, self._batch, self._cut, self._seeds)
 
     def __del__(self) -> None:
         if self._is_open and self.timing.num_phases == 1 and self.timing.kind == FORWARD:
@@ -125,10 +127,10 @@ class Call:
         answers: dict[int, tuple[Structure, list[Any]]] = {}
         errors: list[BaseException] = []
         if 0 in cut.parts:
-            with _collected(errors), timing.own_piece():
+            with collected(errors), timing.own_piece():
                 answers[0] = self._run_own()
         for device in cut.helpers:
-            with _collected(errors), labelled("evener: waiting"):
+            with collected(errors), labelled("evener: waiting"):
                 answers[device] = self._take(device, team.receive(device))
         self._assignment.end_forward()
         timing.pieces()
@@ -147,11 +149,10 @@ class Call:
 
     def _run_own(self) -> tuple[Structure, list[Any]]:
         """Run the first device's piece, in this process."""
-        batch, grad = self._batch, self._settings.grad
         if self._cut.share(0) > self.run.team.faults.caps[0]:
             return self._run_smaller(None)
-        leaves = batch.piece(*self._cut.parts[0])
-        piece = Piece(leaves, batch.wanted, batch.structure, self._seeds[0], grad=grad)
+        leaves = self._batch.piece(*self._cut.parts[0])
+        piece = self._new_piece(leaves)
         try:
             structure = piece.forward(self._function)
         except Exception as error:
@@ -164,6 +165,10 @@ class Call:
         del piece  # and with the error what its traceback has held
         return self._run_smaller(failure)
 
+    def _new_piece(self, leaves: Sequence[Any]) -> Piece:
+        batch, grad = self._batch, self._settings.grad
+        return Piece(leaves, batch.wanted, batch.structure, self._seeds[0], grad=grad)
+
     def _run_smaller(self, failure: messages.Failure | None) -> tuple[Structure, list[Any]]:
         """Run the first device's piece in portions."""
         work = self._assignment.work(0, self._settings)
@@ -174,7 +179,7 @@ class Call:
     def _take(self, device: int, answer: Any) -> tuple[Structure, list[Any]]:
         """The structure and the leaves of a device's outputs, from its answer."""
         run = self.run
-        run.remember(device, _checked(run.team, device, answer))
+        run.remember(device, checked(run.team, device, answer))
         if answer.changed:
             run.mirror.take_attributes(self._module, answer.changed)
         return run.received[device], messages.unpicklable(answer.leaves)
@@ -232,17 +237,17 @@ class Call:
         own: list[Tensor | None] = [None] * (len(inputs) + len(self.trainable))
         failure = None
         if self._own is not None:
-            with _collected(errors), timing.own_piece():
+            with collected(errors), timing.own_piece():
                 own, failure = self._backward_own(self._own, gradients, keep_graph=keep_graph)
         answers: dict[int, messages.Gradients] = {}
         for device in others:
-            with _collected(errors), labelled("evener: waiting"):
-                answers[device] = _checked(team, device, team.receive(device))
+            with collected(errors), labelled("evener: waiting"):
+                answers[device] = checked(team, device, team.receive(device))
         if failure is not None:
             self._own, self._is_delegated = None, True
-            with _collected(errors):
+            with collected(errors):
                 work = self._assignment.work(0, self._settings)
-                answers[0] = _checked(team, 0, team.smaller(0, work, message(0), failure))
+                answers[0] = checked(team, 0, team.smaller(0, work, message(0), failure))
         timing.pieces()
         try:
             if errors:
@@ -302,16 +307,8 @@ class Call:
             )
 
 
-def _checked(team: Team, device: int, answer: Any) -> Any:
+def checked(team: Team, device: int, answer: Any) -> Any:
+    """The answer of a device, if it is no failure."""
     if isinstance(answer, messages.Failure):
         raise team.error_of(device, answer)
     return answer
-
-
-@contextmanager
-def _collected(errors: list[BaseException]) -> Iterator[None]:
-    """Keep an error until the other devices have answered; an interrupt does not wait."""
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001 - raised when the others have answered
-        errors.append(error)

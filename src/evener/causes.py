@@ -64,8 +64,15 @@ def of_random(paths: Sequence[str], root: str, *, is_all: bool | None) -> Cause:
 # ------------------------------------------------------------------ how a batch is cut
 
 
-def of_dependences(dependences: Sequence[Dependence]) -> Iterator[Cause]:
-    """A cause for those submodules of which the same is to be told."""
+def of_dependences(
+    dependences: Sequence[Dependence], *, in_cells: bool = False
+) -> Iterator[Cause]:
+    """A cause for those submodules of which the same is to be told.
+
+    Args:
+        dependences: what was found.
+        in_cells: whether the batch has a grid. Default: no.
+    """
     groups: dict[tuple[bool, str], list[Dependence]] = {}
     for each in dependences:
         groups.setdefault((each.is_norm, each.what), []).append(each)
@@ -74,11 +81,16 @@ def of_dependences(dependences: Sequence[Dependence]) -> Iterator[Cause]:
         yield Cause(
             DEPENDENT if what == SAMPLES else AVERAGE,
             tuple(each.path for each in group),
-            f"{who}: {_told(is_norm, what)}",
+            f"{who}: {_told(is_norm, what, in_cells)}",
         )
 
 
-def _told(is_norm: bool, what: str) -> str:  # noqa: FBT001 - from a key
+def _told(is_norm: bool, what: str, in_cells: bool) -> str:  # noqa: FBT001 - from a key
+    if what == SAMPLES and is_norm and in_cells:
+        return (
+            "batch norm in training takes mean and variance of each cell of the grid, not of the "
+            "whole batch; a smaller grid= makes larger cells, or leave it out"
+        )
     if what == SAMPLES and is_norm:
         return (
             "batch norm in training takes mean and variance of each device's own share, not of "
@@ -114,15 +126,26 @@ _CHANGED = {
 }
 
 
-def changed(rows: Sequence[Difference], known: Sequence[Cause]) -> Iterator[Cause]:
+_CHANGED_IN_CELLS = {
+    "attribute": "forward sets it; the module keeps that of the first cell of the grid. Return it "
+    "from forward, or compute it outside",
+    "buffer": "forward changes it; the module keeps what all cells of the grid have changed, each "
+    "weighted by its samples (the first cell's, if it is not of floats)",
+}
+
+
+def changed(
+    rows: Sequence[Difference], known: Sequence[Cause], *, in_cells: bool = False
+) -> Iterator[Cause]:
     """The causes that rows show by themselves: what forward itself changes.
 
     Args:
         rows: all rows.
         known: causes found before: the buffers of these modules are told by them.
+        in_cells: whether the batch has a grid. Default: no.
     """
     covered = {path for cause in known if cause.kind == DEPENDENT for path in cause.where}
-    for kind, text in _CHANGED.items():
+    for kind, text in (_CHANGED | (_CHANGED_IN_CELLS if in_cells else {})).items():
         names = [
             row.name
             for row in rows

@@ -42,11 +42,11 @@ from evener.faults import Faults
 from evener.joined import Joined
 from evener.journal import Journal
 from evener.piece import (
+    Seeds,
     Settings,
     check_transforms,
     own_saved_tensors,
     refusing_to_redraw,
-    seed_of_piece,
 )
 from evener.policies import Policies, Policy
 from evener.run import Run, labelled
@@ -99,7 +99,7 @@ class DataWay:
         self._keeps_memory = False
         self._inside = Mark()  # where the first device's piece runs; a call in it is plain
         self._advice = Advice()
-        self._seed = (0, 0)  # the torch seed, and the number of calls since it was set
+        self._seeds = Seeds()
 
     def is_plain(self, module: nn.Module) -> bool:
         """Whether a call is the plain call for now, whatever its batch."""
@@ -140,7 +140,7 @@ class DataWay:
         forward = refusing_to_redraw(forward)
         with self._lock, self._faults.telling(), restored(self._inside), ExitStack() as stack:
             self._attend()
-            seed = self._next_seed()
+            seed = self._seeds.next()
             grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
             choice = (
                 self._choose(batch.size, grad=grad)
@@ -148,7 +148,7 @@ class DataWay:
                 else self._advice.follow((batch.size, grad), shares)
             )
             self._num_calls += 1
-            if sum(choice.shares[1:]) == 0 and not (choice.measured and grad):
+            if self._is_alone(choice, grad=grad):
                 if self._run is not None:
                     self._run.mirror.catch_up(module)  # a helper that comes would wait for it
                     if self._num_calls % 8 == 0:  # once there, it stays; the others may be slow
@@ -172,9 +172,9 @@ class DataWay:
                 timing = Timing(self.journal, number, shares)
                 timing.num_faults = self._faults.num
                 cut = Cut(shares, means_apart=is_apart)
-                seeds = {device: seed(device) for device in cut.parts}
                 if not is_exact or len(cut.parts) == 1:
-                    return Call(run, module, own, batch, cut, seeds=seeds, timing=timing)
+                    return self._new_call(run, module, own, batch, (cut, seed, timing))
+                seeds = {device: seed(device) for device in cut.parts}
                 run.team.summon(cut.helpers)
                 return CoupledCall(run, module, own, batch, cut, seeds=seeds, timing=timing)
 
@@ -254,6 +254,22 @@ class DataWay:
         forwards = deque[Timing]() if self._run is None else self._run.forwards
         return self._policies.choose(batch, forwards, grad=grad, level=level + 1)
 
+    def _is_alone(self, choice: Choice, *, grad: bool) -> bool:
+        """Whether a call with this choice is the plain call."""
+        return sum(choice.shares[1:]) == 0 and not (choice.measured and grad)
+
+    def _new_call(
+        self,
+        run: Run,
+        module: nn.Module,
+        function: Callable[..., Any],
+        batch: Batch,
+        rest: tuple[Cut, Callable[[int], int], Timing],
+    ) -> Call:
+        cut, seed, timing = rest
+        seeds = {device: seed(device) for device in cut.parts}
+        return Call(run, module, function, batch, cut, seeds=seeds, timing=timing)
+
     def _learn(self, run: Run, timing: Timing, *, grad: bool) -> None:
         # What takes longer because a device has failed says nothing about the devices' speeds.
         if timing.num_faults == self._faults.num and not run.team.is_warming:
@@ -298,11 +314,3 @@ class DataWay:
                 return forward(*args, **kwargs)
 
         return own_forward
-
-    def _next_seed(self) -> Callable[[int], int]:
-        """A seed for each device's piece of the next call, by the device's number."""
-        seed, num_calls = self._seed
-        if seed != torch.initial_seed():
-            seed, num_calls = torch.initial_seed(), 0
-        self._seed = (seed, num_calls + 1)
-        return partial(seed_of_piece, seed, num_calls)

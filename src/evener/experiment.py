@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from inspect import signature
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -27,7 +27,8 @@ from evener.dependence import Dependence, dependent
 from evener.devices import Device
 from evener.differences import DIFFERENT, RANDOM, Difference, apart_from_random, differences
 from evener.dims import Dims
-from evener.parallelize import parallelize, release
+from evener.grid import cells_of
+from evener.parallelize import BATCHNORM, parallelize, release
 from evener.report import report
 from evener.step import Named, Precision, Step
 from evener.still import drawers, generators_kept
@@ -50,6 +51,7 @@ class Experiment:
         self._step = step
         self._devices = found
         self._options = {**options, "devices": list(found)}
+        self._grid: int | None = options.get("grid")
         self._shares: tuple[int, ...] = ()
         self._refused = ""
         self._refused_still = False
@@ -65,8 +67,9 @@ class Experiment:
         elif _differ(rows):
             rows = self._compare_again(rows)
         if _differ(rows) and not self._refused_still:
-            causes += of_dependences(self._dependences())
-            causes += changed(rows, causes)
+            in_cells = self._grid is not None
+            causes += of_dependences(self._dependences(), in_cells=in_cells)
+            causes += changed(rows, causes, in_cells=in_cells)
         if paths and any(row.verdict in (RANDOM, DIFFERENT) for row in rows):
             root = type(self._step.module).__name__
             is_all = None if self._refused_still else not _differ(rows)
@@ -80,6 +83,7 @@ class Experiment:
             self._shares,
             self._other.real if self._one_other is not None else None,
             self._refused,
+            self._grid,
         )
 
     def _compare(self, *, still: bool = False) -> list[Difference]:
@@ -149,13 +153,13 @@ class Experiment:
             [precision.convert(x) if isinstance(x, Tensor) else x for x in leaves],
         )
         batch = Batch(args, kwargs, dims, step.module.forward)
-        stops = [sum(self._shares[: i + 1]) for i in range(len(self._shares))]
-        pairs = zip(self._shares, stops, strict=True)
+        size = batch.size or 0
+        sizes = cells_of(size, self._grid) if self._grid and size else self._shares
+        pairs = zip(sizes, accumulate(sizes), strict=True)
         parts = [(stop - share, stop) for share, stop in pairs if share]
         if not batch.size or len(parts) < 2:  # noqa: PLR2004 - nothing was cut
             return []
-        default = signature(parallelize).parameters["batchnorm"].default
-        is_exact = options.get("batchnorm", default) == "exact"
+        is_exact = (options.get("batchnorm") or BATCHNORM) == "exact" and self._grid is None
 
         def copies() -> nn.Module:
             made = step.copy(precision)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pickle
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from evener.errors import GatherBrokenError, HelperRaisedError, RemoteTraceback
@@ -52,6 +53,15 @@ class Failure:
             error = pickle.loads(self.exception)  # noqa: S301 - from a process of our own team
         error.__cause__ = RemoteTraceback(label, self.traceback)
         return error
+
+
+@contextmanager
+def collected(errors: list[BaseException]) -> Iterator[None]:
+    """Keep an error until the other devices have answered; an interrupt does not wait."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - raised when the others have answered
+        errors.append(error)
 
 
 def first_of(errors: Sequence[BaseException]) -> BaseException:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from evener.arena import Place, Region, moved, put
 from evener.batches import Cut
 from evener.exchange import host
 from evener.outputs import joined_in_arena
-from evener.piece import Piece
+from evener.piece import Piece, Settings
 from evener.team import Team
 
 
@@ -244,3 +245,35 @@ class SharedGradients:
                     first.tensor(there).copy_(again.tensor(here))
         finally:
             again.close()
+
+
+# ------------------------------------------------------------------ with a grid
+
+
+@dataclass
+class GridBackward:
+    """One backward of a call in cells.
+
+    Attributes:
+        gradients: for each device those of its cells' outputs.
+        slots: for each device the regions in which it adds up.
+        inputs: for each input that wants a gradient what joins it; None where all cells share it.
+        settings: for the helpers.
+        keep_graph: whether another backward may follow.
+        held: regions that are read until all gradients are there.
+        sums: for each device what it has added up, and the node of the tree that this is.
+        own: the first device's part of each input's gradient, if it was computed here.
+    """
+
+    gradients: dict[int, list[Tensor | None]]
+    slots: dict[int, list[Region]]
+    inputs: list[InputGradient | None]
+    settings: Settings
+    keep_graph: bool
+    held: list[Region] = field(default_factory=list)
+    sums: dict[int, list[tuple[int, int, list[Tensor | None]]]] = field(default_factory=dict)
+    own: list[Tensor | None] = field(default_factory=list)
+
+    def regions(self) -> list[Region]:
+        """All that it has taken."""
+        return [*self.held, *(region for slots in self.slots.values() for region in slots)]

@@ -10,12 +10,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import pickle
-import random
 import sys
 import time
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,12 +22,16 @@ from evener import messages
 from evener.arena import Arena, Place, Region, moved
 from evener.batches import is_joinable
 from evener.batchnorm import over_all
+from evener.cells import Cells
+from evener.collector import Collector
 from evener.compiling import Compiler
 from evener.exchange import host
 from evener.exchange.gather import Gather, Room
-from evener.piece import Piece, own_saved_tensors, run_backward, set_flags
+from evener.keeper import pack
+from evener.piece import Piece, own_saved_tensors, run_backward, seed_others, set_flags
 from evener.portions import Portions
 from evener.replica import complete_main, from_bytes, private_buffers
+from evener.slots import Slots, Sum
 from evener.trees import Structure, structure_from_bytes, structure_to_bytes
 from evener.update import Update
 from evener.watch import Watch
@@ -65,10 +66,7 @@ class Helper:
         self._regions: dict[int, Region] = {}
         self._structure: Structure | None = None
         self._sent_structure: Structure | None = None
-        # The backward that runs.
-        self._targets: list[Place] = []
-        self._present: list[bool] = []
-        self._others: dict[int, bytes] = {}
+        self._collector = Collector(arena.whole)
 
     def answer(self, request: messages.Request) -> messages.Reply:
         """Carry out a request. What the user's module raises becomes a ``Failure``."""
@@ -127,7 +125,7 @@ class Helper:
         for i, tensor in enumerate(self._shared):
             if tensor.is_floating_point() or tensor.is_complex():
                 tensor.requires_grad_()
-                tensor.register_post_accumulate_grad_hook(self._collector(i))  # type: ignore[no-untyped-call]
+                tensor.register_post_accumulate_grad_hook(self._collector.hook(i))  # type: ignore[no-untyped-call]
             tensor.requires_grad_(message.requires_grad[i])
         self._buffers = [self._whole.tensor(place) for place in message.buffers]
         self._module = from_bytes(message.module, self._shared)
@@ -162,17 +160,27 @@ class Helper:
             wanted = [isinstance(leaf, messages.Input) and leaf.wanted for leaf in leaves]
             grad = message.settings.grad
             given = (inputs, wanted, self._structure, message.seed)
-            piece = (
-                Piece(*given, grad=grad)
-                if message.split is None
-                else Portions(*given, grad=grad, split=message.split)
-            )
+            piece: Piece
+            if message.strip is not None:
+                piece = Cells(
+                    inputs,
+                    wanted,
+                    self._structure,
+                    message.strip,
+                    self._module,
+                    grad=grad,
+                    is_frugal=message.split is not None,
+                )
+            elif message.split is not None:
+                piece = Portions(*given, grad=grad, split=message.split)
+            else:
+                piece = Piece(*given, grad=grad)
             if message.deferred:
                 self._pieces[message.piece] = piece
                 return messages.Outputs(None, [])
             watch = Watch(self._module, self._shared) if message.lead else None
             if not self._is_seeded:
-                _seed_others(message.seed)
+                seed_others(message.seed)
                 self._is_seeded = True
             structure = piece.forward(self._function())
         changed = None
@@ -189,7 +197,10 @@ class Helper:
         self._sent_structure = structure
         tensors = [leaf for leaf in inputs if isinstance(leaf, Tensor)]
         dirty = any(tensor.is_inference() or tensor._version for tensor in tensors)
-        return messages.Outputs(data, messages.picklable(outputs), changed, dirty)
+        reply = messages.Outputs(data, messages.picklable(outputs), changed, dirty)
+        if isinstance(piece, Cells):
+            reply.changes = [(level, i, pack(value)) for level, i, value in piece.changes]
+        return reply
 
     def _write(self, message: messages.Write) -> messages.Done:
         piece = self._pieces[message.piece]
@@ -205,13 +216,16 @@ class Helper:
     def _backward(self, message: messages.Backward) -> messages.Gradients:
         piece = self._pieces[message.piece]
         set_flags(message.settings.flags)
-        self._targets = moved(self._layout, message.target.offset)
-        self._present = [False] * len(self._shared)
-        self._others = {}
+        collector = self._collector
+        collector.begin(moved(self._layout, message.target.offset))
         gradients = [place and self._whole.tensor(place) for place in message.gradients]
         for tensor in piece.inputs:
             tensor.grad = None
-        if isinstance(piece, Portions):
+        sums: list[Sum] = []
+        if isinstance(piece, Cells):
+            with message.settings.applied(), self._own_hooks():
+                sums = self._backward_cells(piece, message, gradients)
+        elif isinstance(piece, Portions):
             with message.settings.applied(), self._own_hooks():
                 piece.backward(self._function(), gradients)
         else:
@@ -219,12 +233,30 @@ class Helper:
             if roots[0]:
                 run_backward(*roots, keep_graph=message.keep_graph)
         for tensor, place in zip(piece.inputs, message.inputs, strict=True):
-            if tensor.grad is not None:
+            if tensor.grad is not None and place is not None:
                 self._whole.tensor(place).copy_(tensor.grad)
         reached = [tensor.grad is not None for tensor in piece.inputs]
         if not message.keep_graph:
             del self._pieces[message.piece]
-        return messages.Gradients(self._present, reached, self._others)
+        return messages.Gradients(collector.present, reached, collector.others, sums)
+
+    def _backward_cells(
+        self, piece: Cells, message: messages.Backward, gradients: Sequence[Tensor | None]
+    ) -> list[Sum]:
+        layout = [*self._layout, *message.common]
+        places = [moved(layout, span.offset) for span in message.slots]
+        slots = Slots(piece.strip, lambda slot, i: self._whole.tensor(places[slot][i]))
+        for number, cell, its in piece.backward(self._function(), gradients):
+            self._collector.begin_cell()
+            for tensor in cell.inputs:
+                tensor.grad = None
+            roots = cell.roots(its)
+            if roots[0]:
+                run_backward(*roots, keep_graph=message.keep_graph)
+            found = self._collector.taken(len(self._shared))
+            common = piece.keep_inputs(number, [tensor.grad for tensor in cell.inputs])
+            slots.push(number, [*found, *common])
+        return slots.sums
 
     def _function(self) -> Callable[..., Any]:
         """The replica's forward, compiled as the user's module is."""
@@ -232,40 +264,6 @@ class Helper:
 
     def _own_hooks(self) -> contextlib.AbstractContextManager[None]:
         return own_saved_tensors() if self._is_guest else contextlib.nullcontext()
-
-    def _collector(self, number: int) -> Callable[[Tensor], None]:
-        """A hook that moves the gradient of a shared tensor to its place.
-
-        It runs as soon as the gradient is ready, while that is still in the core's cache.
-        """
-        # Not self: a graph holds tensors with their hooks where the garbage collector does not
-        # look, and a guest would never go, with all of the arena.
-        helper = weakref.ref(self)
-
-        def collect(tensor: Tensor) -> None:
-            this = helper()
-            if this is not None:
-                this._collect(number, tensor)
-
-        return collect
-
-    def _collect(self, number: int, tensor: Tensor) -> None:
-        gradient = tensor.grad
-        tensor.grad = None
-        if gradient is None:
-            return
-        if gradient.layout != torch.strided:
-            total = gradient
-            if number in self._others:
-                total = pickle.loads(self._others[number]) + gradient  # noqa: S301 - our own
-            self._others[number] = pickle.dumps(total.coalesce())
-            return
-        target = self._whole.tensor(self._targets[number])
-        if self._present[number]:  # a checkpoint inside may reach it several times
-            target.add_(gradient)
-        else:
-            target.copy_(gradient)
-            self._present[number] = True
 
     def _reduce(self, message: messages.Reduce) -> messages.Done:
         host.add_up([self._arena.region(*span) for span in message.regions], message.segment)
@@ -275,15 +273,3 @@ class Helper:
         parameter = self._module.get_parameter(message.name)
         self._whole.tensor(message.place).copy_(parameter.detach())
         return messages.Done()
-
-
-def _seed_others(seed: int) -> None:
-    """Seed the generators that are not torch's; in a helper they are nobody else's.
-
-    Once for a replica, not for each piece: it takes longer than the rest of a small piece's
-    preparation.
-    """
-    random.seed(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed % 2**32)

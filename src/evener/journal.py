@@ -132,6 +132,7 @@ class Journal:
         phases: the latest phases, the oldest first.
         moments: calls of the whole past, the oldest first, thinned.
         faults: the latest faults, the oldest first.
+        grid: into how many cells a batch is cut; None where it has no grid.
     """
 
     num_devices: int
@@ -141,6 +142,7 @@ class Journal:
     phases: deque[Phase] = field(default_factory=lambda: deque(maxlen=NUM_PHASES))
     moments: list[Moment] = field(default_factory=list)
     faults: deque[Fault] = field(default_factory=lambda: deque(maxlen=NUM_FAULTS))
+    grid: int | None = None
 
     def __post_init__(self) -> None:
         self.totals = [Total() for _ in range(self.num_devices)]
@@ -192,7 +194,7 @@ class Journal:
             copy.totals = [replace(total) for total in self.totals]
             copy.phases = self.phases.copy()
             copy.moments = self.moments.copy()
-            copy.faults = self.faults.copy()
+            copy.faults, copy.grid = self.faults.copy(), self.grid
         return copy
 
     def _keep(self, phase: Phase, part: _Part) -> None:

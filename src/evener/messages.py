@@ -34,10 +34,13 @@ from torch import Tensor
 from evener import failure
 from evener.arena import Place
 from evener.batches import TensorForm, is_joinable
+from evener.cells import Strip
 from evener.exchange.gather import Room
+from evener.keeper import Packed
 from evener.pickling import dumps
 from evener.piece import Settings
 from evener.portions import Split
+from evener.slots import Sum
 from evener.update import Update
 
 Failure = failure.Failure
@@ -120,6 +123,7 @@ class Forward:
         split: how the piece is to be split, where it is too large for the device.
         deferred: whether only a backward is wanted, which will run the forward itself.
         meeting: where the devices meet, and the number of this one there; None if they do not.
+        strip: the cells that the piece is computed in, if the batch has a grid.
     """
 
     piece: int
@@ -133,6 +137,7 @@ class Forward:
     split: Split | None = None
     deferred: bool = False
     meeting: tuple[Room, int] | None = None
+    strip: Strip | None = None
 
 
 @dataclass
@@ -160,15 +165,20 @@ class Backward:
         keep_graph: whether another backward may follow.
         settings: those of the user's program in the forward, with the flags as they are now.
         meeting: as for :class:`Forward`.
+        slots: of a piece in cells, in place of ``target``, the regions for sums of gradients.
+        common: then the places, from the start of such a region, for the gradients of inputs that
+            all cells share, which are behind those of the shared tensors.
     """
 
     piece: int
     gradients: list[Place | None]
     target: Span
-    inputs: list[Place]
+    inputs: list[Place | None]
     keep_graph: bool
     settings: Settings
     meeting: tuple[Room, int] | None = None
+    slots: list[Span] = field(default_factory=list)
+    common: list[Place] = field(default_factory=list)
 
 
 @dataclass
@@ -207,12 +217,14 @@ class Outputs:
             a kind that only cloudpickle can send.
         changed: from the device that leads, attributes of the module that its forward changed.
         dirty: whether the forward has changed the inputs in the arena.
+        changes: of a piece in cells, (level, number) in the tree and the changes of buffers.
     """
 
     structure: bytes | None
     leaves: list[Any] | bytes
     changed: Update | None = None
     dirty: bool = False
+    changes: list[tuple[int, int, Packed]] = field(default_factory=list)
 
 
 @dataclass
@@ -223,11 +235,13 @@ class Gradients:
         present: for each shared tensor whether it got a gradient.
         inputs: for each input that wants one whether it got a gradient.
         others: gradients that have no place in the arena (sparse ones), by number of the tensor.
+        sums: of a piece in cells, in place of ``present`` and ``others``, what is in its slots.
     """
 
     present: list[bool]
     inputs: list[bool]
     others: dict[int, bytes] = field(default_factory=dict)
+    sums: list[Sum] = field(default_factory=list)
 
 
 class Request(NamedTuple):

@@ -11,7 +11,7 @@ Its memory is used again when the user no longer holds the tensor (see ``arena``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from evener.batches import Cut, TensorForm, check_outputs, is_joinable
 from evener.dims import Dims
 from evener.errors import BatchError
 from evener.reductions import Means
+from evener.strides import contiguous
 from evener.team import Team
 from evener.trees import Structure, ragged, summed, unflatten
 
@@ -41,6 +42,8 @@ class Outputs:
         dims: where the batch lies in the outputs.
         answers: for each device that works the structure and the leaves of its outputs; tensors
             of the main process as they are, those of helpers as ``messages.Output``.
+        owners: where the batch has a grid: all of this is for each cell, and these are their
+            devices. Default: it is for each device.
 
     Attributes:
         tensors: the joined tensors.
@@ -57,9 +60,12 @@ class Outputs:
         cut: Cut,
         dims: Dims,
         answers: dict[int, tuple[Structure, list[Any]]],
+        *,
+        owners: Mapping[int, int] | None = None,
     ) -> None:
         self._team = team
         self._cut = cut
+        self._owners = owners
         self.tensors: list[Tensor] = []
         self.forms: list[TensorForm] = []
         self._structure, leaves = answers[cut.lead]
@@ -71,12 +77,12 @@ class Outputs:
                 for structure, leaves in answers.values()
             ],
             [cut.share(device) for device in answers],
-            [team.devices[device].label for device in answers],
+            [self._label(device) for device in answers],
             self._dims,
         )
         uneven, one_each = ragged(self._structure), summed(self._structure)
         #: For what is summed each device has one row.
-        self._rows = Cut([int(device in answers) for device in range(len(team.devices))])
+        self._rows = Cut([int(part in answers) for part in range(max(answers) + 1)])
         #: Tensors that are joined when the helpers have written their parts.
         self._later: list[tuple[int, Callable[[], Tensor]]] = []
         # The first device's large outputs too, where they were made in portions.
@@ -95,6 +101,8 @@ class Outputs:
             if len(set(lengths.values())) > 1:
                 join = partial(self._join_uneven, lengths)
             tensor, rows = join(by_device)
+            if owners is not None:  # what follows has the bits of how it lies in memory
+                tensor = contiguous(tensor)
             flows = any(_form(part).differentiable for part in parts)
             self.forms.append(
                 TensorForm(
@@ -186,7 +194,7 @@ class Outputs:
             return total
         for device, part in parts.items():
             if not torch.equal(part, first):
-                labels = [self._team.devices[d].label for d in (next(iter(parts)), device)]
+                labels = [self._label(d) for d in (next(iter(parts)), device)]
                 raise BatchError(
                     f"an output without a batch differs among the devices: {first} on "
                     f"{labels[0]}, {part} on {labels[1]}; return it with the batch in one of "
@@ -195,11 +203,21 @@ class Outputs:
         return first.clone()
 
     def _write(self, piece: int, writes: dict[int, list[Place | None]]) -> None:
-        """Let the helpers write their large outputs."""
-        writing = [device for device, places in writes.items() if any(places)]
+        """Let those who have large outputs write them; also the first device, in portions."""
+        by_device: dict[int, list[Place | None]] = {}
+        for part, places in writes.items():
+            by_device.setdefault(self._owner(part), []).extend(places)
+        writing = [device for device, places in by_device.items() if any(places)]
         for device in writing:
-            self._team.post(device, messages.Write(piece, writes[device]))
+            self._team.post(device, messages.Write(piece, by_device[device]))
         self._team.collect(writing)
+
+    def _owner(self, part: int) -> int:
+        return part if self._owners is None else self._owners[part]
+
+    def _label(self, part: int) -> str:
+        label = self._team.devices[self._owner(part)].label
+        return label if self._owners is None else f"cell {part} ({label})"
 
 
 def joined_in_arena(

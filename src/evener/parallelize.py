@@ -25,11 +25,15 @@ from evener.data_parallel import DataWay
 from evener.devices import Device, DevicesSpec, devices
 from evener.dims import Dims
 from evener.errors import DeviceError, ModuleError
+from evener.grid_way import GridWay
 from evener.helper import HELPER_VARIABLE
 from evener.journal import Journal
 from evener.pickling import COMPILE_NAME, STATE_NAME
 from evener.policies import Policy
 from evener.shares import FixedShares, weights_of
+
+#: What ``batchnorm`` is where it is not given, and there is no grid.
+BATCHNORM = "local"
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _devices = devices  # the function: in `parallelize` that name is an argument
@@ -62,11 +66,12 @@ def parallelize(
     how: str = "data",
     *,
     shares: str | Sequence[float] = "auto",
-    batchnorm: str = "local",
+    batchnorm: str | None = None,
     timeout_s: float | None = None,
     restarts: int = 3,
     in_dims: Any = 0,
     out_dims: Any = 0,
+    grid: int | None = None,
 ) -> ModuleT:
     """Make a module run on several devices, in place.
 
@@ -87,7 +92,8 @@ def parallelize(
         batchnorm: ``"local"``: each device takes mean and variance of its own share, as in DDP;
             running statistics are those of the first device that works. Or ``"exact"``: each
             batch norm layer in training takes one mean and variance over all devices, as on one
-            device. Then code that was compiled runs as it is written in such calls.
+            device. Then code that was compiled runs as it is written in such calls. Default:
+            ``"local"``; with a ``grid`` it is neither, but by cells, whatever the devices.
         timeout_s: how long a device may take for one forward or backward, in seconds, before its
             helper counts as dead. Default: fifty times what is usual, one minute at least; ten
             minutes for what it has not done before, such as the first call.
@@ -99,18 +105,24 @@ def parallelize(
             or a dict with an entry for each argument of ``forward`` that differs from 0, by name.
         out_dims: the same for the outputs, as a number or a tree that begins like them. A tensor
             of floats without a batch (None; also each 0-dim tensor) is a mean over the batch.
+        grid: a number of cells, such as 16: each batch is cut into so many, whatever the devices,
+            which take whole cells and compute them one by one, and what comes out is added up in
+            one order. Training then has the same bits for any number of devices of one kind, with
+            any shares and faults; see the guide for what it costs. Default: no grid.
 
     Returns:
         The same object.
 
     Raises:
         DeviceError: if ``devices`` names what is not there, or several devices that are not CPU
-            devices, which this version cannot drive.
+            devices, which this version cannot drive; with ``grid``, also one such device, or
+            devices with different numbers of cores.
         SharesError: if ``shares`` is not one number a device.
         ModuleError: if the module is parallel already, or cannot be made so.
         TypeError: if ``in_dims`` or ``out_dims`` holds anything but numbers and None.
         ValueError: if ``how`` or ``batchnorm`` is not known, or ``timeout_s`` is not above zero,
-            or ``restarts`` is negative.
+            or ``restarts`` is negative, or ``grid`` is not above zero, or is given together with
+            ``batchnorm="exact"``.
 
     Example:
         >>> model = parallelize(nn.Linear(2, 1), "cpu:0")
@@ -138,20 +150,21 @@ def parallelize(
         )
     if how != "data":
         raise ValueError(f'how={how!r} is not known; this version has "data"')
-    if batchnorm not in ("exact", "local"):
+    if batchnorm not in ("exact", "local", None):
         raise ValueError(f'batchnorm={batchnorm!r} is not known; give "exact" or "local"')
-    if timeout_s is not None and not timeout_s > 0:
-        raise ValueError(f"timeout_s={timeout_s!r}: expected seconds above zero, or None")
-    if not isinstance(restarts, int) or restarts < 0:
-        raise ValueError(f"restarts={restarts!r}: expected a whole number, zero or more")
+    _check_options(timeout_s, restarts, batchnorm, grid)
     found = _devices(devices)
     weights = weights_of(shares, len(found))
     dims = Dims(in_dims, out_dims)
-    way = None
-    if len(found) > 1:
+    way: DataWay | None = None
+    if len(found) > 1 or grid is not None:
         _check_drivable(found)
-        policies, is_exact = _policies(weights, len(found)), batchnorm == "exact"
-        way = DataWay(found, policies, timeout_s, restarts, dims, is_exact=is_exact)
+        policies = _policies(weights, len(found))
+        if grid is None:
+            is_exact = (batchnorm or BATCHNORM) == "exact"
+            way = DataWay(found, policies, timeout_s, restarts, dims, is_exact=is_exact)
+        else:
+            way = GridWay(found, policies, timeout_s, restarts, dims=dims, grid=grid)
     plain = type(module)
     state = _State(plain, way, found)
     state.options = options
@@ -188,6 +201,22 @@ def release(module: ModuleT) -> ModuleT:
     if state.own_forward is not None:
         vars(module)["forward"] = state.own_forward
     return module
+
+
+def _check_options(
+    timeout_s: float | None, restarts: int, batchnorm: str | None, grid: int | None
+) -> None:
+    if timeout_s is not None and not timeout_s > 0:
+        raise ValueError(f"timeout_s={timeout_s!r}: expected seconds above zero, or None")
+    if not isinstance(restarts, int) or restarts < 0:
+        raise ValueError(f"restarts={restarts!r}: expected a whole number, zero or more")
+    if grid is not None and (not isinstance(grid, int) or isinstance(grid, bool) or grid < 1):
+        raise ValueError(f"grid={grid!r}: expected a whole number above zero, or None")
+    if grid is not None and batchnorm == "exact":
+        raise ValueError(
+            f'grid={grid} and batchnorm="exact": with a grid batch norm takes mean and variance '
+            "of each cell, not of the whole batch; leave one of the two out"
+        )
 
 
 def _policies(weights: Sequence[float] | None, num_devices: int) -> tuple[Policy, Policy]:

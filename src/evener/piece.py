@@ -12,8 +12,11 @@ Between forward and backward it holds its own piece of the autograd graph::
 from __future__ import annotations
 
 import hashlib
+import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +28,8 @@ from evener.errors import EvenerError
 from evener.thread import seeded
 from evener.trees import Structure, flatten, unflatten
 
+#: The smallest number that is not denormal.
+_TINY = sys.float_info.min
 #: What holds for a whole process and changes what is computed, or which errors are found: how to
 #: ask for it, and how to set it.
 _FLAGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
@@ -47,6 +52,7 @@ _FLAGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
     (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
     (torch._C._check_sparse_tensor_invariants, torch._C._set_check_sparse_tensor_invariants),
+    (lambda: _TINY / 2 == 0, torch.set_flush_denormal),  # torch does not tell; arithmetic does
 )
 
 
@@ -111,6 +117,20 @@ def seed_of_piece(seed: int, call: int, device: int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
 
 
+class Seeds:
+    """The seeds of a module's calls: they follow torch's seed, and the calls since it was set."""
+
+    def __init__(self) -> None:
+        self._seed = self._num_calls = 0
+
+    def next(self) -> Callable[[int], int]:
+        """A seed for each piece of the next call, by the piece's number."""
+        if self._seed != torch.initial_seed():
+            self._seed, self._num_calls = torch.initial_seed(), 0
+        self._num_calls += 1
+        return partial(seed_of_piece, self._seed, self._num_calls - 1)
+
+
 def refusing_to_redraw(function: Callable[..., Any]) -> Callable[..., Any]:
     """A forward that refuses to draw random numbers inside of a backward.
 
@@ -132,6 +152,18 @@ def refusing_to_redraw(function: Callable[..., Any]) -> Callable[..., Any]:
         return outputs
 
     return forward
+
+
+def seed_others(seed: int) -> None:
+    """Seed the generators that are not torch's; in a helper they are nobody else's.
+
+    Once for a replica, not for each piece: it takes longer than the rest of a small piece's
+    preparation.
+    """
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
 
 
 def check_transforms() -> None:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from evener import chart, table
 from evener.errors import ModuleError
+from evener.grid import told_grid
 from evener.journal import Call, Fault, Journal, Moment, calls_of, intervals_s
 from evener.pickling import STATE_NAME
 
@@ -94,6 +95,7 @@ class Report:
             there were two.
         reached: the second of these as a part of the first. It can be a little above 1: the
             speeds are measured, and not over the very same seconds.
+        grid: into how many cells each batch is cut; None without a grid.
         num_calls: calls of the module.
         lasted_s: seconds of all calls, forward and backward.
         moments: calls of the whole past, thinned evenly, the oldest first.
@@ -104,6 +106,7 @@ class Report:
         self._phases = tuple(journal.phases)
         self.moments: tuple[Moment, ...] = tuple(journal.moments)
         self.faults: tuple[Fault, ...] = tuple(journal.faults)
+        self.grid = journal.grid
         self.num_calls = journal.num_calls
         self.lasted_s = journal.lasted_s
         # Not the last phase: the last backward may be that of an earlier call.
@@ -158,10 +161,11 @@ class Report:
             **all_of,
         )
         shown = table.text(HEADINGS.split(","), map(_cells, self.devices), _cells(together))
-        return "\n".join([shown, self._summary(), *self._told_faults()])
+        grid = told_grid(self.grid, sum(self.shares))
+        return "\n".join([shown, *grid, self._summary(), *self._told_faults()])
 
     def _summary(self) -> str:
-        if not self.num_calls and len(self.devices) == 1:
+        if not self.num_calls and len(self.devices) == 1 and self.grid is None:
             return "With one device the call is the plain call, of which nothing is recorded."
         if not self.num_calls:
             return "No call so far."
@@ -197,6 +201,7 @@ class Report:
             "own_samples_per_s": self.own_samples_per_s,
             "now_samples_per_s": self.now_samples_per_s,
             "reached": self.reached,
+            "grid": self.grid,
             "num_calls": self.num_calls,
             "lasted_s": self.lasted_s,
             "devices": [asdict(device) for device in self.devices],

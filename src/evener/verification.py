@@ -26,6 +26,7 @@ class Verification:
         shares: the samples of each.
         precision: in which dtype rounding was measured; None where the module refuses it.
         refused: why it did. Else empty.
+        grid: into how many cells the batch was cut; None without a grid.
     """
 
     rows: tuple[Difference, ...]
@@ -34,6 +35,7 @@ class Verification:
     shares: tuple[int, ...]
     precision: torch.dtype | None
     refused: str = ""
+    grid: int | None = None
 
     @property
     def verdict(self) -> str:
@@ -55,13 +57,15 @@ class Verification:
             f"{device.label} ({share} samples)"
             for device, share in zip(self.devices, self.shares, strict=True)
         )
-        yield f"One step on one device, and on {team}, from the same state."
+        cells = "" if self.grid is None else f" in {self.grid} cells"
+        yield f"One step on one device, and on {team}{cells}, from the same state."
         yield show(self.rows)
         yield f"{count(self.rows)}."
         if self.precision is None:
             reason = f": {self.refused}" if self.refused else ""
             yield f"Rounding was not measured, 1000 eps were allowed{reason}"
-        if sum(share > 0 for share in self.shares) < 2:  # noqa: PLR2004 - one device is no team
+        is_shared = sum(share > 0 for share in self.shares) > 1 or self.grid is not None
+        if not is_shared:
             yield "Only one device had samples, so nothing was shared: give a larger batch."
         yield {
             EQUAL: "Equal, bit for bit.",

@@ -47,8 +47,8 @@ def verify(
             ``lambda output: nn.functional.cross_entropy(output, target)``. Default: the output
             itself if it is one number, else the sum of all outputs with random weights. Under
             ``torch.no_grad()``, and where nothing requires a gradient, there is no backward.
-        devices: the team, as in :func:`evener.devices`, two or more. Default: those of the module
-            if it is parallel, else ``"auto"``.
+        devices: the team, as in :func:`evener.devices`, two or more, or one with a ``grid``.
+            Default: those of the module if it is parallel, else ``"auto"``.
         shares: as in :func:`evener.parallelize`. Default: those of the module if they are fixed,
             else ``"even"``.
         more: what :func:`evener.parallelize` knows (``in_dims=``, ...) goes there; all else are
@@ -59,7 +59,7 @@ def verify(
         by more than rounding and random numbers.
 
     Raises:
-        DeviceError: if there is only one device.
+        DeviceError: if there is only one device, and no grid.
         ModuleError: if the module cannot be copied, or not be made parallel.
         ValueError: if ``loss`` does not return one number.
         Exception: what the module raises on one device; then what it raises on the team, where
@@ -87,7 +87,7 @@ def verify(
     if options.get("shares", "auto") == "auto":
         options["shares"] = "even"
     found = _devices(options.get("devices", "auto"))
-    if len(found) < 2:  # noqa: PLR2004 - a team
+    if len(found) < 2 and options.get("grid") is None:  # noqa: PLR2004 - a team
         raise DeviceError(
             f"{found[0].label} is one device, on which a call is the plain call: there is nothing "
             'to verify; give two or more, such as devices="cpu*2"'

@@ -95,6 +95,11 @@ def initialize(
             "are parts along the first dimension; evener.release(net) first, and move the batch "
             "there"
         )
+    if state is not None and state.journal.grid is not None:
+        raise ModuleError(
+            f"this {type(net).__name__} was made parallel with grid={state.journal.grid}, and "
+            "shards are cut by you; evener.release(net) first"
+        )
     if state is not None and state.devices != found:
         release(net)
         state = None
